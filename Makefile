@@ -1,0 +1,38 @@
+# Every target sets up what it needs by itself: a virtual environment in .venv, nothing outside it but caches.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bench clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dropped, nothing is prefilled twice
+	$(BIN)/akv demo
+
+test: $(VENV)/.dev  ## set up and run all tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev  ## types and lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev  ## timings as ratios within one run (keep the machine quiet)
+	$(BIN)/python -m tests.perf.bench
+
+$(VENV)/.python:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("AKV needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.python pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.python pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

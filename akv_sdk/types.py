@@ -1,0 +1,308 @@
+"""The wire contract: every body that AKV adds to the OpenAI API, as pydantic models.
+
+Owns names, defaults and bounds of JSON fields. Knows neither HTTP nor the server; the server imports this module and
+nothing else of the SDK. Spans are half-open `[start, end)` ranges of stream *indexes* (never positions).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+
+Index = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+Span = tuple[Index, Index]
+Repos = bool | Literal["auto"]
+Mode = Literal["mask", "forget"]
+OnMiss = Literal["replay", "forget"]
+
+
+class Wire(BaseModel):
+    """Base of request bodies: an unknown field is an error that names it, never silently ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Reply(BaseModel):
+    """Base of reply bodies: a newer server may add fields without breaking an older client."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Op(Wire):
+    """One entry of a stream's history, exactly as the server applied it.
+
+    `at` is the stream length from which it holds. For a drop with `mode="forget"`, `at == start`. `repos` on a drop
+    or restore says that the gap was closed (or opened again) in the same breath. `end` is None only for a repos that
+    also moves everything computed later.
+    """
+
+    op: Literal["drop", "repos", "restore"]
+    at: Index
+    start: Index
+    end: Index | None = None
+    delta: StrictInt = Field(default=0, gt=-(2**31), lt=2**31)
+    repos: bool = False
+    mode: Mode = "mask"
+
+    @model_validator(mode="after")
+    def _fields_fit_the_op(self) -> Op:
+        if self.op != "repos" and self.end is None:
+            raise ValueError(f"end: a {self.op} needs one")
+        if self.op != "repos" and self.delta:
+            raise ValueError(f"delta: a {self.op} has none")
+        if self.op == "repos" and self.repos:
+            raise ValueError("repos: only a drop or a restore carries this flag")
+        if self.op != "drop" and self.mode != "mask":
+            raise ValueError("mode: only a drop has one")
+        return self
+
+
+class AkvRequest(Wire):
+    """The `akv` object in the body of a completion request (`extra_body` of the openai client).
+
+    `ops`, if given, is the stream's whole history and replaces what the server has; left out, the server's journal
+    holds. That way either side may lose its state.
+    """
+
+    session: str | None = Field(default=None, min_length=1, max_length=200)
+    ops: list[Op] | None = Field(default=None, max_length=100_000)
+    on_miss: OnMiss = "replay"
+
+
+class Block(Reply):
+    """A marked part of a message. `[start, end)` is its inside: the tags around it stay visible."""
+
+    id: str
+    start: int
+    end: int
+    visible: bool
+
+
+class MessageSpan(Reply):
+    """Where one message lies in the stream. `[start, end)` includes what the chat template puts around it;
+    `[content_start, content_end)` is its content alone."""
+
+    message: int
+    role: str
+    start: int
+    end: int
+    content_start: int
+    content_end: int
+    tool_call_id: str | None = None
+    blocks: list[Block] = []
+
+
+class AppliedEdit(Reply):
+    """One entry of `applied_edits`: an edit of `context_management` that did something to this request."""
+
+    type: str
+    cleared_tool_uses: int = 0
+    cleared_thinking_turns: int = 0
+    cleared_input_tokens: int = 0
+
+
+class AkvReply(Reply):
+    """The `akv` object in every completion (in the last chunk, when streaming).
+
+    `prefilled_tokens` are tokens computed for the first time; `replayed_tokens` were computed before and had to be
+    computed again because their KV was gone. Neither counts tokens that came from the cache.
+    """
+
+    session: str | None = None
+    stream_tokens: int
+    visible_tokens: int
+    dropped_tokens: int
+    prefilled_tokens: int
+    replayed_tokens: int
+    next_position: int
+    spans: list[MessageSpan] = []
+    ops: list[Op] = []
+    applied_edits: list[AppliedEdit] = []
+    warnings: list[str] = []
+
+
+class DropRequest(Wire):
+    """Body of `POST /v1/cache/drop`. Exactly one of `spans`, `blocks`, `pages` (logical pages of 16 tokens)."""
+
+    session: str = Field(min_length=1, max_length=200)
+    spans: list[Span] | None = Field(default=None, max_length=10_000)
+    blocks: list[str] | None = Field(default=None, max_length=10_000)
+    pages: list[Index] | None = Field(default=None, max_length=100_000)
+    repos: Repos = True
+    mode: Mode = "mask"
+
+    @model_validator(mode="after")
+    def _one_way_to_say_what(self) -> DropRequest:
+        if sum(given is not None for given in (self.spans, self.blocks, self.pages)) != 1:
+            raise ValueError("spans: give exactly one of spans, blocks and pages")
+        return self
+
+
+class RestoreRequest(Wire):
+    """Body of `POST /v1/cache/restore`. Exactly one of `spans` and `blocks`."""
+
+    session: str = Field(min_length=1, max_length=200)
+    spans: list[Span] | None = Field(default=None, max_length=10_000)
+    blocks: list[str] | None = Field(default=None, max_length=10_000)
+    repos: Repos = True
+
+    @model_validator(mode="after")
+    def _one_way_to_say_what(self) -> RestoreRequest:
+        if (self.spans is None) == (self.blocks is None):
+            raise ValueError("spans: give exactly one of spans and blocks")
+        return self
+
+
+class ReposRequest(Wire):
+    """Body of `POST /v1/cache/repos`. `end: null` also moves everything computed later."""
+
+    session: str = Field(min_length=1, max_length=200)
+    start: Index
+    end: Index | None = None
+    delta: StrictInt = Field(gt=-(2**31), lt=2**31)
+
+
+class SegmentInfo(Reply):
+    """A run of visible tokens that moved together; `position = index + shift`."""
+
+    start: int
+    end: int
+    shift: int
+    written_shift: int
+
+
+class LayoutReply(Reply):
+    """What a session's history comes to now. Answer of the ops routes and part of `GET /v1/cache/sessions/{id}`.
+
+    `changed` counts the tokens that the op made invisible, made visible or moved (visible ones). `applied` are the
+    ops that this call added to the history, with the values the server resolved (`at`, spans of blocks, "auto").
+    """
+
+    session: str
+    stream_tokens: int
+    visible_tokens: int
+    dropped_tokens: int
+    next_position: int
+    changed: int = 0
+    applied: list[Op] = []
+    ops: list[Op] = []
+    segments: list[SegmentInfo] = []
+
+
+class SessionInfo(LayoutReply):
+    """`GET /v1/cache/sessions/{id}`. `fragmentation` is 1 - visible tokens / slots held by resident pages."""
+
+    spans: list[MessageSpan] = []
+    resident_tokens: int
+    pages: int
+    fragmentation: float
+    generating: bool
+    idle_s: float
+
+
+class SessionList(Reply):
+    object: Literal["list"] = "list"
+    data: list[SessionInfo]
+
+
+class ForkRequest(Wire):
+    """Body of `POST /v1/cache/sessions/{id}/fork`. The name of the copy; a fresh one is made up when left out."""
+
+    session: str | None = Field(default=None, min_length=1, max_length=200)
+
+
+class CacheStats(Reply):
+    """`GET /v1/cache/stats`: counters since start-up, and the pool as it is now. Token counts unless named pages."""
+
+    page_size: int
+    pages_total: int
+    pages_free: int
+    pages_used: int
+    pages_evictable: int
+    pages_dead: int
+    tree_edges: int
+    sessions: int
+    running: int
+    waiting: int
+    tokens_cached: int
+    tokens_prefilled: int
+    tokens_replayed: int
+    tokens_generated: int
+    pages_copied: int
+    pages_evicted: int
+    preemptions: int
+    steps: int
+    attention_launches: int
+
+
+class RenderRequest(Wire):
+    """Body of `POST /v1/render`: the tokens and spans a chat request would have, without running it."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+
+
+class RenderReply(Reply):
+    tokens: list[int]
+    text: str
+    spans: list[MessageSpan]
+
+
+class TokenizeRequest(Wire):
+    """Body of `POST /tokenize`. Text is never parsed for special tokens unless `parse_special` says so."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = False
+    parse_special: bool = False
+
+
+class TokenizeReply(Reply):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(Wire):
+    model: str | None = None
+    tokens: list[Index] = Field(max_length=1_000_000)
+
+
+class DetokenizeReply(Reply):
+    prompt: str
+
+
+class TokenizerReply(Reply):
+    """`GET /v1/tokenizer`: what tiktoken needs to build the same encoding, or `tiktoken: null` where it cannot.
+
+    `mergeable_ranks` maps base64 of a token's bytes to its rank. Where a rank is not the token's id, `rank_to_id`
+    lists the ids by rank; otherwise it is null.
+    """
+
+    name: str
+    num_vocab: int
+    eos_token_id: int
+    special_tokens: dict[str, int]
+    tiktoken: TiktokenSpec | None = None
+
+
+class TiktokenSpec(Reply):
+    pattern: str
+    mergeable_ranks: dict[str, int]
+    rank_to_id: list[int] | None = None
+
+
+class ErrorBody(Reply):
+    """The OpenAI error object. `code` is one of the stable codes, `param` names the field at fault."""
+
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(Reply):
+    error: ErrorBody
