@@ -33,10 +33,8 @@ def test_every_classic_mistake_misses_the_truth(interleaved: bool, garbage: floa
     case = testing.make_attention_case("mutants", seed=3, interleaved=interleaved, garbage=garbage)
     bound = testing.error_bound(case)
     assert testing.relative_error(case.run(reference), case.truth) < bound
-    errors = {
-        name: testing.relative_error(case.run(reference, plan), case.truth)
-        for name, plan in testing.mutations(case).items()
-    }
+    plans = testing.mutations(case)
+    errors = {name: testing.relative_error(case.run(reference, plan), case.truth) for name, plan in plans.items()}
     assert len(errors) == 6
     assert all(error > 0.01 for error in errors.values()), errors
 

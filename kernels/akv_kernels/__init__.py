@@ -12,7 +12,7 @@ _BACKENDS = {"cpu": "cpu", "cuda": "gpu", "hip": "gpu"}
 
 
 def select(device_type: str) -> ModuleType:
-    """The backend module for `torch.device.type`: Triton on a GPU, compiled C on a CPU. Raises ValueError for others."""
+    """The backend module for a `torch.device.type`: Triton on a GPU, compiled C on a CPU; ValueError for others."""
     if device_type not in _BACKENDS:
         raise ValueError(f"no kernels for device type {device_type!r}; there are some for {sorted(_BACKENDS)}")
     return import_module(f"{__name__}.{_BACKENDS[device_type]}")

@@ -34,14 +34,13 @@ class Rotary:
 class AttentionPlan:
     """What one attention call reads besides q and the pages. All tensors are on the device of the pages.
 
-    Slots count along a sequence's page table: slot s is token `s % page_size` of page `page_table[first + s // page_size]`.
-    Segment g of a sequence holds `seg_length[g]` consecutive slots from `seg_slot[g]`; its t-th token has stream index
-    `seg_start[g] + t`. A row sees exactly the slots of its own sequence's segments with `index <= row_index`.
+    Slots count along a sequence's page table: slot s is token `s % page_size` of page `page_table[first + s //
+    page_size]`. Segment g of a sequence holds `seg_length[g]` consecutive slots from `seg_slot[g]`; its t-th token has
+    stream index `seg_start[g] + t`. A row sees exactly the slots of its own sequence's segments whose index is at most
+    its own.
     """
 
-    row_seq: (
-        Tensor  # int32 [num_rows] sequence of each query row; rows of one sequence are adjacent, ascending in index
-    )
+    row_seq: Tensor  # int32 [num_rows] sequence of each query row; its rows are adjacent, ascending in index
     row_index: Tensor  # int32 [num_rows] stream index of each row
     seq_rows: Tensor  # int32 [num_seqs + 1] row range of each sequence
     seq_segments: Tensor  # int32 [num_seqs + 1] segment range of each sequence
@@ -76,7 +75,10 @@ class SequencePlan:
 
 def build_plan(sequences: Sequence[SequencePlan], rotary: Rotary, page_size: int) -> AttentionPlan:
     """Flatten `sequences` in their order into a plan on the CPU; `.to(device)` moves it."""
-    row_seq, row_index, segments, pages = [], [], [], []
+    row_seq: list[int] = []
+    row_index: list[int] = []
+    segments: list[tuple[int, int, int, int]] = []
+    pages: list[int] = []
     seq_rows, seq_segments, seq_pages = [0], [0], [0]
     for number, sequence in enumerate(sequences):
         row_seq += [number] * len(sequence.row_index)

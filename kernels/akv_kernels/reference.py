@@ -1,9 +1,11 @@
 """The specification: each kernel as plainly as it can be said, in float64, rounded once at the end.
 
-Owns the meaning that `cpu` and `gpu` are tested against, and the docstrings of the interface they share. Slow on purpose.
+Owns the meaning that `cpu` and `gpu` are tested against, and the docstrings of their interface. Slow on purpose.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,18 +46,15 @@ def segment_batch_attention(
     """Attention of every row over the visible slots of its own sequence, keys turned by their segment's delta.
 
     out[r, h] = sum_j p_j v_j with p = softmax_j(scale * q[r, h] . R(delta_j) k_j) over the slots j that row r sees
-    (AttentionPlan says which); zeros for a row that sees none. Query head h reads KV head h * num_kv_heads // num_q_heads.
-    `page_mass[e]` grows by the p of the slots of page-table entry e, summed over rows and heads.
+    (AttentionPlan says which); zeros for a row that sees none. Query head h reads KV head
+    h * num_kv_heads // num_q_heads. `page_mass[e]` grows by the p of the slots of page-table entry e, summed over rows
+    and heads.
     Writes only `out` and `page_mass`; never reads a slot that no row sees.
     """
     group = q.shape[1] // k_pages.shape[2]
     result = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     ranges = zip(
-        *(
-            zip(bounds[:-1], bounds[1:], strict=True)
-            for bounds in (plan.seq_rows.tolist(), plan.seq_segments.tolist(), plan.seq_pages.tolist())
-        ),
-        strict=True,
+        *(pairwise(bounds.tolist()) for bounds in (plan.seq_rows, plan.seq_segments, plan.seq_pages)), strict=True
     )
     for (row_begin, row_end), (segment_begin, segment_end), (page_begin, _) in ranges:
         keys, values, indexes, entries = [], [], [], []

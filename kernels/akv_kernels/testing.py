@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +36,13 @@ class AttentionCase:
     mass: Tensor  # float64 [num_table_entries]
     by_position: AttentionPlan  # the wrong plan that masks by stored position; see `mutations`
 
-    def run(self, backend, plan: AttentionPlan | None = None, **kwargs) -> Tensor:
+    def run(self, backend: ModuleType, plan: AttentionPlan | None = None, **kwargs: Any) -> Tensor:
         """`backend.segment_batch_attention` on this case, with another plan if one is given."""
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale} if self.k_scale is not None else {}
-        return backend.segment_batch_attention(
+        out: Tensor = backend.segment_batch_attention(
             self.q, self.k_pages, self.v_pages, plan or self.plan, scale=self.scale, **scales, **kwargs
         )
+        return out
 
     def to(self, device: torch.device | str) -> AttentionCase:
         """The same case with every tensor on `device`, `rotary` excepted."""
@@ -69,9 +72,8 @@ def rotate(
     """Rotate each token for its position, as a product of complex numbers; magnitude not applied."""
     half = len(rotary.inv_freq)
     turning, rest = x[..., : 2 * half], x[..., 2 * half :]
-    pairs = (
-        turning.unflatten(-1, (half, 2)) if rotary.interleaved else turning.unflatten(-1, (2, half)).transpose(-1, -2)
-    )
+    lead = x.shape[:-1]
+    pairs = turning.reshape(*lead, half, 2) if rotary.interleaved else turning.reshape(*lead, 2, half).transpose(-1, -2)
     angle = positions.double()[:, None, None] * rotary.inv_freq
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
     turned = turned.flatten(-2) if rotary.interleaved else turned.transpose(-1, -2).flatten(-2)
@@ -107,7 +109,7 @@ def make_attention_case(
         1,
         7,
         1,
-    ),  # query rows of each sequence: its last visible tokens, over as many segments as it takes
+    ),  # of each sequence: its last visible tokens, over as many segments as it takes
     segments: Sequence[int] = (1, 4, 3),  # number of segments of each sequence
     max_length: int = 40,  # tokens of a segment: 1 to max_length
     max_position: int = 4000,
@@ -153,7 +155,7 @@ def make_attention_case(
         missing = num_rows - sum(length for _, length, *_ in spec)
         if missing > 0:  # as many visible tokens as rows
             slot, length, *rest = spec[-1]
-            spec[-1] = (slot, length + missing, *rest)
+            spec[-1] = (slot, length + missing, rest[0], rest[1], rest[2])
         specs.append(spec)
     if len(specs) > 1:
         forked = [(s, n, i, p + 11, w) for s, n, i, p, w in specs[0]]
@@ -184,35 +186,33 @@ def make_attention_case(
         return x.double() if scale is None else x.double() * scale.double()[:, None]
 
     plans, by_position, qs, truths, torch_outs, masses = [], [], [], [], [], []
-    for number, spec in enumerate(specs):
+    for number, (spec, num_rows) in enumerate(zip(specs, rows, strict=True)):
         table = torch.tensor(tables[number])
-        slot, index, position, written = (
+        slots, index, position, written = (
             torch.cat([torch.arange(part[column], part[column] + part[1]) for part in spec]) for column in (0, 2, 3, 4)
         )
-        page, offset = table[slot // page_size], slot % page_size
+        page, offset = table[slots // page_size], slots % page_size
         if number < own:
-            k_pages[page, offset] = stored(rotate(randn(len(slot), num_kv_heads, head_dim), written, rotary), k_scale)
-            v_pages[page, offset] = stored(randn(len(slot), num_kv_heads, head_dim), v_scale)
+            k_pages[page, offset] = stored(rotate(randn(len(slots), num_kv_heads, head_dim), written, rotary), k_scale)
+            v_pages[page, offset] = stored(randn(len(slots), num_kv_heads, head_dim), v_scale)
         bare = rotate(loaded(k_pages[page, offset], k_scale), -written, rotary)
         key, value = rotate(bare, position, rotary), loaded(v_pages[page, offset], v_scale)
 
-        num_rows = rows[number]
-        row_index = index[len(index) - num_rows :]
+        row_index, row_position = index[-num_rows:], position[-num_rows:]
         q = (2 * randn(num_rows, num_q_heads, head_dim)).to(dtype)
         visible = index <= row_index[:, None]
         truth, probability = dense_attention(q.double(), key, value, visible, head_dim**-0.5)
         torch_out, _ = dense_attention(q, key.to(dtype), value.to(dtype), visible, head_dim**-0.5)
         mass = torch.zeros(len(table), dtype=torch.float64)
-        mass.index_add_(0, slot // page_size, probability.sum(dim=(0, 1)))
+        mass.index_add_(0, slots // page_size, probability.sum(dim=(0, 1)))
         qs.append(q)
         truths.append(truth)
         torch_outs.append(torch_out)
         masses.append(mass)
-        plans.append(SequencePlan(row_index.tolist(), tables[number], [(s, n, i, p - w) for s, n, i, p, w in spec]))
-        row_position = position[len(position) - num_rows :]
-        by_position.append(
-            SequencePlan(row_position.tolist(), tables[number], [(s, n, w, p - w) for s, n, i, p, w in spec])
-        )
+        right = [(slot, length, start, now - then) for slot, length, start, now, then in spec]
+        wrong = [(slot, length, then, now - then) for slot, length, start, now, then in spec]
+        plans.append(SequencePlan(row_index.tolist(), tables[number], right))
+        by_position.append(SequencePlan(row_position.tolist(), tables[number], wrong))
 
     return AttentionCase(
         name=name,
@@ -231,9 +231,9 @@ def make_attention_case(
     )
 
 
-def attention_cases(dtype: torch.dtype = torch.float32, **common) -> list[AttentionCase]:
+def attention_cases(dtype: torch.dtype = torch.float32, **common: Any) -> list[AttentionCase]:
     """The cases every backend has to pass. `common` overrides, for example kv_dtype or garbage."""
-    shapes: dict[str, dict] = {
+    shapes: dict[str, dict[str, Any]] = {
         "mixed": {},
         "one_segment_decode": {"rows": (1,), "segments": (1,)},
         "prefill_across_segments": {"rows": (33, 1, 20), "segments": (5, 2, 3), "max_length": 24},
@@ -258,7 +258,7 @@ def attention_cases(dtype: torch.dtype = torch.float32, **common) -> list[Attent
 
 
 def mutations(case: AttentionCase) -> dict[str, AttentionPlan]:
-    """Plans with one classic mistake each. On a case with several segments that share pages, any of them must miss the truth."""
+    """Plans with one classic mistake each; on a case whose segments share pages, each of them misses the truth."""
     plan, table = case.plan, case.rotary.table
     first = torch.repeat_interleave(plan.seq_segments[:-1], plan.seq_segments.diff()).long()
     flipped = torch.stack((plan.seg_rotation[:, 0], -plan.seg_rotation[:, 1]), dim=1)
