@@ -1,0 +1,52 @@
+"""A model by its name, ready to run: files found, weights read, backend chosen, tokenizer made. Owns no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import akv_kernels
+import torch
+
+from akv_server import files, weights
+from akv_server.model import Model, ModelConfig, Weights
+
+if TYPE_CHECKING:
+    from akv_server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    config: ModelConfig
+    model: Model
+    tokenizer: Tokenizer
+
+
+def load_model(
+    found: files.ModelFiles,
+    *,
+    weights_as: Weights = "float32",
+    device: torch.device | str = "cpu",
+    backend: ModuleType | None = None,
+) -> Model:
+    """The weights of `found` on `device`, over `backend` or the one that `akv_kernels` has for the device.
+
+    Raises AkvError("repos_unsupported" | "invalid_request").
+    """
+    device = torch.device(device)
+    with weights.open_weights(found) as (config, source):
+        chosen = backend or akv_kernels.select(device.type)
+        return Model(config, source, chosen, weights=weights_as, device=device)
+
+
+def load(model: str, *, weights: Weights = "float32", device: torch.device | str = "cpu") -> LoadedModel:
+    """The model called `model` ("default", a .gguf file, a directory or a hub id: see `files.resolve`).
+
+    Raises AkvError("model_not_found" | "repos_unsupported" | "invalid_request") with the reason.
+    """
+    from akv_server import tokenizer
+
+    found = files.resolve(model)
+    loaded = load_model(found, weights_as=weights, device=device)
+    return LoadedModel(loaded.config, loaded, tokenizer.load(found))
