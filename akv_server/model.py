@@ -255,6 +255,7 @@ class Model:
             x = layer.o(attended.view(-1, num_q * config.head_dim))
             x, residual = backend.rms_norm(x, layer.mlp_norm, eps, residual)
             x = layer.down(backend.silu_mul(layer.gate_up(x)))
+        assert residual is not None
         rows = step.logit_rows
         x, _ = backend.rms_norm(x[rows], self._norm, eps, residual[rows])
         return self._head(x).float()
