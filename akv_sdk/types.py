@@ -1,4 +1,5 @@
-"""The wire contract: every body that AKV adds to the OpenAI API, as pydantic models.
+"""The wire contract: every body that AKV adds to the OpenAI API, as pydantic models, and what the SDK reads of
+OpenAI's own replies.
 
 Owns names, defaults and bounds of JSON fields. Knows neither HTTP nor the server; the server imports this module and
 nothing else of the SDK. Spans are half-open `[start, end)` ranges of stream *indexes* (never positions).
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 Index = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Span = tuple[Index, Index]
@@ -306,3 +307,98 @@ class ErrorBody(Reply):
 
 class ErrorReply(Reply):
     error: ErrorBody
+
+
+class PromptTokensDetails(Reply):
+    cached_tokens: int = 0
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int = 0
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from the cache."""
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else 0
+
+
+class Choice(Reply):
+    """One continuation. A chat has `message`, a text completion has `text`."""
+
+    index: int = 0
+    text: str = ""
+    message: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: dict[str, Any] | None = None
+
+
+class Completion(Reply):
+    """Reply of both completion routes; a stream is assembled into one as well. The properties speak of the first
+    choice, which is the only one unless `n` was given."""
+
+    id: str = ""
+    model: str = ""
+    choices: list[Choice] = Field(min_length=1)
+    usage: Usage
+    akv: AkvReply
+
+    @property
+    def text(self) -> str:
+        """What the model wrote; empty where it only called tools."""
+        choice = self.choices[0]
+        return choice.text if choice.message is None else choice.message.get("content") or ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant message, ready to be sent back as it is."""
+        message = self.choices[0].message
+        return {"role": "assistant", "content": self.choices[0].text} if message is None else message
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """Ids of the generated tokens, or None where `return_token_ids` was not asked for."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> dict[str, Any] | None:
+        return self.choices[0].logprobs
+
+
+class ModelCard(Reply):
+    """One entry of `GET /v1/models`."""
+
+    id: str
+    max_model_len: int | None = None
+
+
+class ModelList(Reply):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def fault(error: ValidationError) -> tuple[str | None, str]:
+    """The field at fault, as a caller would write it (`spans[2][0]`, `akv.ops[1].end`), and what is wrong with it.
+
+    Speaks of the first of the errors. The validators above open their message with the field's name; pydantic puts the
+    tag of a union's branch into the path, which no caller would recognise, so that is left out.
+    """
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path, message = list(first["loc"]), first["msg"]
+    if first["type"] == "value_error":
+        field, _, message = message.removeprefix("Value error, ").partition(": ")
+        path.append(field)
+    name = ""
+    for part in path:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in ("bool", "int", "str"):
+            name += f".{part}" if name else part
+    return name or None, message
