@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 Index = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Span = tuple[Index, Index]
@@ -291,9 +291,14 @@ class TokenizerReply(Reply):
 
 
 class TiktokenSpec(Reply):
+    """Text is cut at `added_tokens` (ordinary text that is one token wherever it stands); what lies between is brought
+    to the normal form `normalizer`, cut by `pattern`, and merged. A byte without a rank has no token at all."""
+
     pattern: str
     mergeable_ranks: dict[str, int]
     rank_to_id: list[int] | None = None
+    added_tokens: dict[str, int] = {}
+    normalizer: Literal["NFC"] | None = None
 
 
 class ErrorBody(Reply):
@@ -382,23 +387,3 @@ class ModelCard(Reply):
 class ModelList(Reply):
     object: Literal["list"] = "list"
     data: list[ModelCard]
-
-
-def fault(error: ValidationError) -> tuple[str | None, str]:
-    """The field at fault, as a caller would write it (`spans[2][0]`, `akv.ops[1].end`), and what is wrong with it.
-
-    Speaks of the first of the errors. The validators above open their message with the field's name; pydantic puts the
-    tag of a union's branch into the path, which no caller would recognise, so that is left out.
-    """
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path, message = list(first["loc"]), first["msg"]
-    if first["type"] == "value_error":
-        field, _, message = message.removeprefix("Value error, ").partition(": ")
-        path.append(field)
-    name = ""
-    for part in path:
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif part.isidentifier() and part not in ("bool", "int", "str"):
-            name += f".{part}" if name else part
-    return name or None, message
