@@ -28,7 +28,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         assert self.temperature >= 0, "temperature"
-        assert 0 < self.top_p <= 1, "top_p"
+        assert 0 <= self.top_p <= 1, "top_p"
         assert self.top_k >= 0, "top_k"
         assert 0 <= self.min_p <= 1, "min_p"
 
@@ -75,8 +75,8 @@ def _draw(
             top, ids = probs.sort(descending=True, stable=True)
         if how.top_p < 1:
             before = top.cumsum(dim=0) - top  # a token stays if the likelier ones fall short of top_p
-            total = top.sum() if how.top_k else 1.0
-            top = top[before < how.top_p * total]
+            mass = how.top_p * (float(top.sum()) if how.top_k else 1.0)
+            top = top[before < max(mass, 5e-324)]  # the likeliest one always stays
         probs = top
     if how.min_p > 0:
         probs = probs.where(probs >= how.min_p * probs.max(), 0)

@@ -87,8 +87,11 @@ def test_a_seed_repeats_and_seeds_differ():
     assert SamplingParams().generator().initial_seed() != SamplingParams().generator().initial_seed()
 
 
-def test_extreme_temperatures_are_finite():
+def test_extreme_values_leave_one_token_or_all():
     logits = torch.tensor([1.0, 80.0, -1e4, 79.0])
+    assert draws(logits, SamplingParams(top_p=0.0), 3) == [1, 1, 1]
+    assert draws(logits, SamplingParams(temperature=9.0, top_k=1), 3) == [1, 1, 1]
+    assert draws(logits, SamplingParams(temperature=9.0, min_p=1.0), 3) == [1, 1, 1]
     assert draws(logits, SamplingParams(temperature=1e-300), 3) == [1, 1, 1]
     assert set(draws(logits, SamplingParams(temperature=1e9), 200)) == {0, 1, 2, 3}
 
