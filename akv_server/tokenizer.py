@@ -135,7 +135,8 @@ class Tokenizer:
     @cached_property
     def num_vocab(self) -> int:
         """One more than the highest id. A model's own vocabulary may be padded beyond it."""
-        return 1 + max(max(self.spec["model"]["vocab"].values()), *self.special.values(), *self.added.values(), 0)
+        ids: list[int] = [*self.spec["model"]["vocab"].values(), *self.special.values(), *self.added.values()]
+        return 1 + max(ids)
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
@@ -487,7 +488,8 @@ def _read(path: Path, name: str, *, optional: bool = False) -> Spec:
     if optional and not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text("utf-8"))
+        content: Spec = json.loads(path.read_text("utf-8"))
+        return content
     except (OSError, ValueError) as error:
         raise _refused(name, f"{path.name} cannot be read ({error})") from None
 
