@@ -1,0 +1,1042 @@
+/* The CPU kernels, compiled for the machine they run on by cpu.py and called through ctypes.
+ *
+ * Owns the arithmetic and the threads of one call. Knows no tensor: plain pointers, shapes checked by the caller.
+ *
+ * Every result is a function of its own row alone, bit for bit: not of the other rows in the call, of how a prompt was
+ * cut into calls, nor of the number of threads. So each sum has one order, whoever computes it:
+ *   - attention counts a sequence's visible keys in stream order, cuts them into blocks of BLOCK and chunks of CHUNK
+ *     blocks, runs an online softmax within a chunk, and folds the chunks in ascending order. A key that a row does
+ *     not see weighs exactly 0, and adding 0 changes no bit;
+ *   - tiles of several rows do the same operations per row as tiles of one (always inlined from one body; products are
+ *     contracted into sums alike), and integer sums have no order.
+ * Slots outside the plan are never read, so garbage or NaN in them cannot spread. No -ffast-math.
+ */
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+/* ------------------------------------------------------------------------------------------------- vectors ---- */
+
+#if defined(__AVX512F__)
+#define VL 16
+#define WIDE 4 /* vectors side by side in a tile: ROWS * WIDE sums, WIDE loads and a broadcast fill the registers */
+#elif defined(__AVX2__)
+#define VL 8
+#define WIDE 2
+#elif defined(__aarch64__)
+#define VL 4
+#define WIDE 4
+#else
+#define VL 4
+#define WIDE 2
+#endif
+#define ROWS 6 /* rows of a tile */
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef float vf_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+
+INLINE vf load(const float *p) { return *(const vf_any *)p; }
+INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
+INLINE vf splat(float x) { return x - (vf){0}; }
+
+INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    vi greater = a > b;
+    return (vf)(((vi)a & greater) | ((vi)b & ~greater));
+#endif
+}
+
+INLINE float sum_lanes(vf x) {
+    for (int step = VL / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) x[i] += x[i + step];
+    return x[0];
+}
+
+INLINE float max_lanes(vf x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < VL; i++) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
+/* 2^x for x <= 126; below -126 it is 2^-126. Relative error 1e-7; exactly 1 at 0.
+ * 2^x = 2^n 2^f with n the nearest integer, read off a float that has no bits left for a fraction. */
+INLINE vf exp2_lanes(vf x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23 */
+    x = vmax(x, splat(-126.0f));
+    vf shifted = x + magic;
+    vf f = x - (shifted - magic);
+    vf p = splat(0.00015461447765119374f);
+    p = p * f + 0.0013390866806730628f;
+    p = p * f + 0.009618056938052177f;
+    p = p * f + 0.055503569543361664f;
+    p = p * f + 0.24022650718688965f;
+    p = p * f + 0.6931471824645996f;
+    p = p * f + 1.0f;
+    return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+static float exp2_one(float x) { return exp2_lanes(splat(x))[0]; }
+
+/* ------------------------------------------------------------------------------------------ stored elements ---- */
+
+enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+
+INLINE size_t element_size(int kind) { return kind == FLOAT32 ? 4 : 2; }
+
+INLINE float from_bfloat16(uint16_t bits) {
+    uint32_t wide = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &wide, 4);
+    return x;
+}
+
+INLINE uint16_t to_bfloat16(float x) { /* to nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 64); /* stays a NaN */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#if defined(__FLT16_MANT_DIG__)
+typedef _Float16 half;
+#define HAS_FLOAT16 1
+#elif defined(__ARM_FP16_FORMAT_IEEE)
+typedef __fp16 half;
+#define HAS_FLOAT16 1
+#else
+typedef uint16_t half; /* never used: akv_has_float16 says no */
+#define HAS_FLOAT16 0
+#endif
+
+EXPORT int akv_has_float16(void) { return HAS_FLOAT16; }
+
+INLINE void read_floats(float *to, const void *from, int n, int kind) {
+    if (kind == FLOAT32)
+        memcpy(to, from, (size_t)n * 4);
+    else if (kind == BFLOAT16)
+        for (int i = 0; i < n; i++) to[i] = from_bfloat16(((const uint16_t *)from)[i]);
+    else
+        for (int i = 0; i < n; i++) to[i] = (float)((const half *)from)[i];
+}
+
+INLINE void write_floats(void *to, const float *from, int n, int kind) {
+    if (kind == FLOAT32)
+        memcpy(to, from, (size_t)n * 4);
+    else if (kind == BFLOAT16)
+        for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_bfloat16(from[i]);
+    else
+        for (int i = 0; i < n; i++) ((half *)to)[i] = (half)from[i];
+}
+
+/* Memory that a thread keeps between calls, one per purpose; NULL if there is none to be had. */
+enum { SCRATCH_TASK, SCRATCH_CALL, SCRATCH_PARTS, NUM_SCRATCH };
+
+static void *scratch(int purpose, size_t bytes) {
+    static _Thread_local void *kept[NUM_SCRATCH];
+    static _Thread_local size_t size[NUM_SCRATCH];
+    if (size[purpose] < bytes) {
+        free(kept[purpose]);
+        size[purpose] = (bytes + 4095) & ~(size_t)4095;
+        kept[purpose] = aligned_alloc(64, size[purpose]);
+        if (!kept[purpose]) size[purpose] = 0;
+    }
+    return kept[purpose];
+}
+
+/* ----------------------------------------------------------------------------------------------- rotation ------ */
+
+/* to = R(angle) from (direction 1) or R(-angle) from (direction -1), times `scale`: on the rotary dims alone if
+ * `partial`, else on all of them. `table` holds half cosines, then half sines. to == from is allowed. */
+INLINE void turn(float *to, const float *from, const float *table, int half_dim, int head_dim, int interleaved,
+                 float direction, float scale, float rest_scale) {
+    const float *cosine = table, *sine = table + half_dim;
+    if (interleaved)
+        for (int i = 0; i < half_dim; i++) {
+            float a = from[2 * i], b = from[2 * i + 1], s = direction * sine[i];
+            to[2 * i] = (a * cosine[i] - b * s) * scale;
+            to[2 * i + 1] = (b * cosine[i] + a * s) * scale;
+        }
+    else
+        for (int i = 0; i < half_dim; i++) {
+            float a = from[i], b = from[i + half_dim], s = direction * sine[i];
+            to[i] = (a * cosine[i] - b * s) * scale;
+            to[i + half_dim] = (b * cosine[i] + a * s) * scale;
+        }
+    for (int i = 2 * half_dim; i < head_dim; i++) to[i] = from[i] * rest_scale;
+}
+
+/* ---------------------------------------------------------------------------------------------- attention ------ */
+
+#define BLOCK 64 /* keys of one step of the online softmax */
+#define CHUNK 8  /* blocks that one thread takes at a time */
+#define MAX_HEAD_DIM 256
+#define TASK_HEADS 96 /* query rows times grouped heads of a task, about */
+
+typedef struct {
+    const int32_t *row_index, *seq_rows, *seq_segments, *seq_pages, *page_table;
+    const int32_t *seg_slot, *seg_length, *seg_start, *seg_delta;
+    const float *seg_rotation;
+    int32_t num_seqs, page_size, half_dim, interleaved;
+} Plan;
+
+typedef struct {
+    const Plan *plan;
+    const float *q;
+    int64_t q_stride; /* floats from row to row */
+    float *out;
+    const char *k_pages, *v_pages;
+    int kind, num_q_heads, num_kv_heads, head_dim, group;
+    float scale; /* of the scores, times log2(e): probabilities are powers of two */
+} Call;
+
+typedef struct {
+    int32_t seq, row, num_rows, num_keys; /* keys: those that its last row sees */
+} RowBlock;
+
+typedef struct { /* the visible keys number BLOCK * b ... of a sequence, in stream order */
+    int num_keys, num_pieces;
+    int piece_segment[BLOCK], piece_lane[BLOCK + 1];
+    int32_t index[BLOCK], entry[BLOCK];
+    int64_t token[BLOCK]; /* page * page_size + offset */
+} KeyBlock;
+
+typedef struct {
+    float *turned, *score, *piece_score, *keys, *loaded, *values, *most, *sum, *acc, *total_most, *total_sum, *total;
+    const float **value_row;
+} Task;
+
+static size_t task_bytes(int m, int d) {
+    return 4 * ((size_t)m * (3 * d + 2 * BLOCK + 4) + (size_t)3 * BLOCK * d + 64 * 16) + BLOCK * sizeof(float *);
+}
+
+static Task task_memory(int m, int d) {
+    Task t = {0};
+    char *p = scratch(SCRATCH_TASK, task_bytes(m, d));
+    if (!p) return t;
+#define TAKE(field, count) t.field = (float *)p, p += (((size_t)(count)*4) + 63) & ~(size_t)63
+    TAKE(turned, m * d);
+    TAKE(score, m * BLOCK);
+    TAKE(piece_score, m * BLOCK);
+    TAKE(keys, BLOCK * d);
+    TAKE(loaded, BLOCK * d);
+    TAKE(values, BLOCK * d);
+    TAKE(most, m);
+    TAKE(sum, m);
+    TAKE(acc, m * d);
+    TAKE(total_most, m);
+    TAKE(total_sum, m);
+    TAKE(total, m * d);
+#undef TAKE
+    t.value_row = (const float **)p;
+    return t;
+}
+
+/* Which keys block `b` holds, at most up to key `num_keys` of the sequence; `segment` and `before` (keys in earlier
+ * segments) are where the search starts, and are moved along. */
+static void find_keys(const Plan *plan, int seq, int b, int num_keys, int *segment, int *before, KeyBlock *block) {
+    int first = b * BLOCK, end = first + BLOCK < num_keys ? first + BLOCK : num_keys;
+    const int32_t *table = plan->page_table + plan->seq_pages[seq];
+    int lane = 0, g = *segment, skipped = *before;
+    block->num_pieces = 0;
+    while (first + lane < end) {
+        while (skipped + plan->seg_length[g] <= first + lane) skipped += plan->seg_length[g++];
+        int t = first + lane - skipped;
+        int left = plan->seg_length[g] - t;
+        if (left > end - first - lane) left = end - first - lane;
+        block->piece_segment[block->num_pieces] = g;
+        block->piece_lane[block->num_pieces++] = lane;
+        int slot = plan->seg_slot[g] + t;
+        int entry = slot / plan->page_size, offset = slot % plan->page_size;
+        for (int i = 0; i < left; entry++, offset = 0) {
+            int64_t token = (int64_t)table[entry] * plan->page_size + offset;
+            for (; i < left && offset < plan->page_size; i++, offset++, lane++) {
+                block->index[lane] = plan->seg_start[g] + t + i;
+                block->entry[lane] = entry;
+                block->token[lane] = token++;
+            }
+        }
+    }
+    block->piece_lane[block->num_pieces] = lane;
+    block->num_keys = lane;
+    *segment = g;
+    *before = skipped;
+}
+
+/* keys[d][lane] = rows[lane][d]: what the score tiles read. Lanes past the block's keys are left as they are. */
+static void transpose(float *keys, const float *const *rows, int num_keys, int d) {
+    int done = 0;
+#if defined(__AVX512F__)
+    done = d & ~15;
+    for (int j0 = 0; j0 < num_keys; j0 += 16)
+        for (int d0 = 0; d0 < done; d0 += 16) {
+            __m512 a[16], b[16];
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(rows[j0 + i < num_keys ? j0 + i : j0] + d0);
+#pragma GCC unroll 8
+            for (int i = 0; i < 16; i += 2) {
+                b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+                b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+                for (int k = 0; k < 2; k++) {
+                    __m512d low = _mm512_castps_pd(b[i + k]), high = _mm512_castps_pd(b[i + k + 2]);
+                    a[i + 2 * k] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+                    a[i + 2 * k + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+                }
+            /* a[4i + k] holds, in its 128-bit part p, column 4p + k of rows 4i ... 4i + 3 */
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                __m512 x = _mm512_shuffle_f32x4(a[k], a[k + 4], 0x88), y = _mm512_shuffle_f32x4(a[k + 8], a[k + 12], 0x88);
+                __m512 z = _mm512_shuffle_f32x4(a[k], a[k + 4], 0xdd), w = _mm512_shuffle_f32x4(a[k + 8], a[k + 12], 0xdd);
+                float *to = keys + (size_t)(d0 + k) * BLOCK + j0;
+                _mm512_storeu_ps(to, _mm512_shuffle_f32x4(x, y, 0x88));
+                _mm512_storeu_ps(to + 8 * BLOCK, _mm512_shuffle_f32x4(x, y, 0xdd));
+                _mm512_storeu_ps(to + 4 * BLOCK, _mm512_shuffle_f32x4(z, w, 0x88));
+                _mm512_storeu_ps(to + 12 * BLOCK, _mm512_shuffle_f32x4(z, w, 0xdd));
+            }
+        }
+#elif defined(__AVX2__)
+    done = d & ~7;
+    for (int j0 = 0; j0 < num_keys; j0 += 8)
+        for (int d0 = 0; d0 < done; d0 += 8) {
+            __m256 a[8], b[8];
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(rows[j0 + i < num_keys ? j0 + i : j0] + d0);
+#pragma GCC unroll 4
+            for (int i = 0; i < 8; i += 2) {
+                b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+                b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 8; i += 4) {
+                a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+                a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+                a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+                a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+            }
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                float *to = keys + (size_t)(d0 + k) * BLOCK + j0;
+                _mm256_storeu_ps(to, _mm256_permute2f128_ps(a[k], a[k + 4], 0x20));
+                _mm256_storeu_ps(to + 4 * BLOCK, _mm256_permute2f128_ps(a[k], a[k + 4], 0x31));
+            }
+        }
+#endif
+    for (int j = 0; j < num_keys; j++)
+        for (int i = done; i < d; i++) keys[(size_t)i * BLOCK + j] = rows[j][i];
+}
+
+/* score[r][lane] = q[r] . key[lane] for `rows` rows and `wide` vectors of lanes; summed in parts of 64 dims, because the
+ * rounding of one long sum grows with its length. */
+INLINE void score_tile(int rows, int wide, const float *q, int d, const float *keys, float *score) {
+    for (int begin = 0; begin < d; begin += 64) {
+        int end = begin + 64 < d ? begin + 64 : d;
+        vf acc[ROWS][WIDE];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) acc[r][w] = splat(0);
+        for (int i = begin; i < end; i++) {
+            vf key[WIDE];
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) key[w] = load(keys + (size_t)i * BLOCK + w * VL);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                vf x = splat(q[r * d + i]);
+#pragma GCC unroll 4
+                for (int w = 0; w < wide; w++) acc[r][w] += x * key[w];
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) {
+                float *to = score + r * BLOCK + w * VL;
+                store(to, begin ? load(to) + acc[r][w] : acc[r][w]);
+            }
+    }
+}
+
+/* acc[r] = acc[r] * keep[r] + sum_j p[r][j] value[j] for `rows` rows and `wide` vectors of dims. */
+INLINE void value_tile(int rows, int wide, const float *p, const float *const *values, int num_keys, const float *keep,
+                       float *acc, int d, int dim) {
+    vf sum[ROWS][WIDE];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int w = 0; w < wide; w++) sum[r][w] = load(acc + r * d + dim + w * VL) * keep[r];
+    for (int j = 0; j < num_keys; j++) {
+        const float *from = values[j] + dim;
+        vf value[WIDE];
+#pragma GCC unroll 4
+        for (int w = 0; w < wide; w++) value[w] = load(from + w * VL);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vf x = splat(p[r * BLOCK + j]);
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) sum[r][w] += x * value[w];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int w = 0; w < wide; w++) store(acc + r * d + dim + w * VL, sum[r][w]);
+}
+
+#define FOR_ROWS(rows, tile)   \
+    switch (rows) {            \
+    case 1: tile(1); break;    \
+    case 2: tile(2); break;    \
+    case 3: tile(3); break;    \
+    case 4: tile(4); break;    \
+    case 5: tile(5); break;    \
+    default: tile(6); break;   \
+    }
+
+static void score_lanes(int m, int wide, const float *q, int d, const float *keys, float *score) {
+    for (int r = 0; r < m; r += ROWS) {
+        int rows = m - r < ROWS ? m - r : ROWS;
+#define TILE(n) score_tile(n, WIDE, q + r * d, d, keys, score + r * BLOCK)
+#define NARROW(n) score_tile(n, 1, q + r * d, d, keys, score + r * BLOCK)
+        if (wide) FOR_ROWS(rows, TILE) else FOR_ROWS(rows, NARROW)
+#undef TILE
+#undef NARROW
+    }
+}
+
+static void add_values(int m, const float *p, const float *const *values, const int *seen, const float *keep, float *acc,
+                       int d) {
+    for (int r = 0; r < m; r += ROWS) {
+        int rows = m - r < ROWS ? m - r : ROWS;
+        int num_keys = seen[r + rows - 1]; /* later rows see no fewer */
+        int dim = 0;
+#define TILE(n) value_tile(n, WIDE, p + r * BLOCK, values, num_keys, keep + r, acc + r * d, d, dim)
+#define NARROW(n) value_tile(n, 1, p + r * BLOCK, values, num_keys, keep + r, acc + r * d, d, dim)
+        for (; dim + WIDE * VL <= d; dim += WIDE * VL) FOR_ROWS(rows, TILE)
+        for (; dim + VL <= d; dim += VL) FOR_ROWS(rows, NARROW)
+#undef TILE
+#undef NARROW
+        for (; dim < d; dim++)
+            for (int i = r; i < r + rows; i++) {
+                float sum = acc[i * d + dim] * keep[i];
+                for (int j = 0; j < num_keys; j++) sum += p[i * BLOCK + j] * values[j][dim];
+                acc[i * d + dim] = sum;
+            }
+    }
+}
+
+/* t->score[m][lane] for one block: the query is turned once per segment, `turned_for` says for which it is now. */
+static void score_block(const Call *c, const RowBlock *rb, int head, const KeyBlock *block, Task *t, int *turned_for) {
+    const Plan *plan = c->plan;
+    int d = c->head_dim, m = rb->num_rows * c->group;
+    size_t width = element_size(c->kind) * d;
+    const float *rows[BLOCK];
+    for (int j = 0; j < block->num_keys; j++) {
+        const char *at = c->k_pages + (block->token[j] * c->num_kv_heads + head) * width;
+        if (c->kind == FLOAT32)
+            rows[j] = (const float *)at;
+        else
+            read_floats(t->loaded + j * d, at, d, c->kind), rows[j] = t->loaded + j * d;
+    }
+    transpose(t->keys, rows, block->num_keys, d);
+    for (int piece = 0; piece < block->num_pieces; piece++) {
+        int g = block->piece_segment[piece], from = block->piece_lane[piece], to = block->piece_lane[piece + 1];
+        if (*turned_for != g) {
+            const float *table = plan->seg_rotation + (size_t)g * 2 * plan->half_dim;
+            int half_dim = plan->seg_delta[g] ? plan->half_dim : 0; /* R(0) changes nothing */
+            for (int r = 0; r < rb->num_rows; r++)
+                for (int h = 0; h < c->group; h++) {
+                    const float *q = c->q + (rb->row + r) * c->q_stride + (size_t)(head * c->group + h) * d;
+                    float *turned = t->turned + (r * c->group + h) * d;
+                    turn(turned, q, table, half_dim, d, plan->interleaved, -1, c->scale, c->scale);
+                }
+            *turned_for = g;
+        }
+        if (block->num_pieces == 1) {
+            for (int lane = 0; lane < to; lane += WIDE * VL)
+                score_lanes(m, 1, t->turned, d, t->keys + lane, t->score + lane);
+            return;
+        }
+        for (int lane = from / VL * VL; lane < to; lane += VL) {
+            score_lanes(m, 0, t->turned, d, t->keys + lane, t->piece_score + lane);
+            int a = lane < from ? from : lane, b = lane + VL < to ? lane + VL : to;
+            for (int r = 0; r < m; r++)
+                for (int j = a; j < b; j++) t->score[r * BLOCK + j] = t->piece_score[r * BLOCK + j];
+        }
+    }
+}
+
+INLINE int count_seen(const KeyBlock *block, int32_t row_index) {
+    int seen = block->num_keys;
+    while (seen > 0 && block->index[seen - 1] > row_index) seen--;
+    return seen;
+}
+
+/* One step of the online softmax of one row: scores become weights relative to the largest score so far. Returns by
+ * how much the weights of earlier blocks shrink. */
+static float weigh(float *score, int seen, float *most, float *sum) {
+    if (seen == 0) {
+        memset(score, 0, BLOCK * sizeof(float));
+        return 1;
+    }
+    for (int j = seen; j < BLOCK; j++) score[j] = -INFINITY;
+    vf high = load(score);
+    for (int j = VL; j < BLOCK; j += VL) high = vmax(high, load(score + j));
+    float now = max_lanes(high);
+    float keep = 0;
+    if (*most == -INFINITY)
+        *sum = 0;
+    else if (now <= *most)
+        now = *most, keep = 1;
+    else
+        keep = exp2_one(*most - now);
+    *most = now;
+    for (int j = 0; j < BLOCK; j += VL) store(score + j, exp2_lanes(load(score + j) - now));
+    for (int j = seen; j < BLOCK; j++) score[j] = 0;
+    vf total = load(score);
+    for (int j = VL; j < BLOCK; j += VL) total += load(score + j);
+    *sum = *sum * keep + sum_lanes(total);
+    return keep;
+}
+
+/* One chunk of keys for one block of rows and one KV head: t->most, t->sum and t->acc [m][d]. */
+static void attend_chunk(const Call *c, const RowBlock *rb, int head, int chunk, Task *t) {
+    const Plan *plan = c->plan;
+    int d = c->head_dim, m = rb->num_rows * c->group;
+    size_t width = element_size(c->kind) * d;
+    for (int r = 0; r < m; r++) t->most[r] = -INFINITY, t->sum[r] = 0;
+    memset(t->acc, 0, (size_t)m * d * sizeof(float));
+    int segment = plan->seq_segments[rb->seq], before = 0, turned_for = -1;
+    int end = (rb->num_keys + BLOCK - 1) / BLOCK;
+    if (end > (chunk + 1) * CHUNK) end = (chunk + 1) * CHUNK;
+    for (int b = chunk * CHUNK; b < end; b++) {
+        KeyBlock block;
+        int seen[2 * TASK_HEADS + ROWS];
+        float keep[2 * TASK_HEADS + ROWS];
+        find_keys(plan, rb->seq, b, rb->num_keys, &segment, &before, &block);
+        score_block(c, rb, head, &block, t, &turned_for);
+        for (int r = 0; r < rb->num_rows; r++) {
+            int count = count_seen(&block, plan->row_index[rb->row + r]);
+            for (int i = r * c->group; i < (r + 1) * c->group; i++) {
+                seen[i] = count;
+                keep[i] = weigh(t->score + i * BLOCK, count, t->most + i, t->sum + i);
+            }
+        }
+        for (int j = 0; j < block.num_keys; j++) {
+            const char *at = c->v_pages + (block.token[j] * c->num_kv_heads + head) * width;
+            if (c->kind == FLOAT32)
+                t->value_row[j] = (const float *)at;
+            else
+                read_floats(t->values + j * d, at, d, c->kind), t->value_row[j] = t->values + j * d;
+        }
+        add_values(m, t->score, t->value_row, seen, keep, t->acc, d);
+    }
+}
+
+/* total = total (+) part, for one row: two softmaxes over neighbouring keys become one. */
+static void fold(float *total_most, float *total_sum, float *total, float most, float sum, const float *acc, int d) {
+    if (most == -INFINITY) return;
+    if (*total_most == -INFINITY) {
+        *total_most = most, *total_sum = sum;
+        memcpy(total, acc, d * sizeof(float));
+        return;
+    }
+    float now = most > *total_most ? most : *total_most;
+    float keep = exp2_one(*total_most - now), gain = exp2_one(most - now);
+    *total_most = now;
+    *total_sum = *total_sum * keep + sum * gain;
+    for (int i = 0; i < d; i++) total[i] = total[i] * keep + acc[i] * gain;
+}
+
+static void finish(const Call *c, const RowBlock *rb, int head, const Task *t, float *row_weight) {
+    int d = c->head_dim;
+    for (int r = 0; r < rb->num_rows; r++)
+        for (int h = 0; h < c->group; h++) {
+            int i = r * c->group + h;
+            size_t at = (size_t)(rb->row + r) * c->num_q_heads + head * c->group + h;
+            float inverse = t->total_most[i] == -INFINITY ? 0 : 1 / t->total_sum[i];
+            for (int k = 0; k < d; k++) c->out[at * d + k] = t->total[i * d + k] * inverse;
+            if (row_weight) row_weight[2 * at] = t->total_most[i], row_weight[2 * at + 1] = inverse;
+        }
+}
+
+static void clear_total(const RowBlock *rb, const Call *c, Task *t) {
+    int m = rb->num_rows * c->group;
+    for (int r = 0; r < m; r++) t->total_most[r] = -INFINITY, t->total_sum[r] = 0;
+    memset(t->total, 0, (size_t)m * c->head_dim * sizeof(float));
+}
+
+/* The attention mass of each page, from the finished rows' largest score and inverse sum: scores once more. */
+static void add_mass(const Call *c, const RowBlock *blocks, int num_blocks, int seq, const float *row_weight, float *mass,
+                     Task *t) {
+    const Plan *plan = c->plan;
+    float *page_mass = mass + plan->seq_pages[seq];
+    for (int n = 0; n < num_blocks; n++) {
+        const RowBlock *rb = blocks + n;
+        if (rb->seq != seq) continue;
+        for (int head = 0; head < c->num_kv_heads; head++) {
+            int segment = plan->seq_segments[seq], before = 0, turned_for = -1;
+            for (int b = 0; b * BLOCK < rb->num_keys; b++) {
+                KeyBlock block;
+                find_keys(plan, seq, b, rb->num_keys, &segment, &before, &block);
+                score_block(c, rb, head, &block, t, &turned_for);
+                for (int r = 0; r < rb->num_rows; r++) {
+                    int seen = count_seen(&block, plan->row_index[rb->row + r]);
+                    for (int h = 0; h < c->group; h++) {
+                        const float *w = row_weight + 2 * ((size_t)(rb->row + r) * c->num_q_heads + head * c->group + h);
+                        const float *score = t->score + (r * c->group + h) * BLOCK;
+                        for (int j = 0; j < seen; j++) page_mass[block.entry[j]] += exp2_one(score[j] - w[0]) * w[1];
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* Contract: reference.segment_batch_attention. Returns 0, or -1 for want of memory. */
+EXPORT int akv_attention(const Plan *plan, const float *q, int64_t q_stride, const void *k_pages, const void *v_pages,
+                         int kind, int num_q_heads, int num_kv_heads, int head_dim, float scale, float *out,
+                         float *page_mass, int threads) {
+    int group = num_q_heads / num_kv_heads, d = head_dim;
+    Call c = {plan, q, q_stride, out, k_pages, v_pages, kind, num_q_heads, num_kv_heads, d, group, scale * 1.44269504f};
+    int rows_per_block = group < TASK_HEADS ? TASK_HEADS / group : 1;
+    int num_rows = plan->seq_rows[plan->num_seqs], num_blocks = 0, max_chunks = 0;
+
+    if (num_rows == 0) return 0;
+    size_t block_bytes = ((size_t)num_rows * sizeof(RowBlock) + 63) & ~(size_t)63;
+    char *memory = scratch(SCRATCH_CALL, block_bytes + (size_t)num_rows * num_q_heads * 2 * sizeof(float));
+    if (!memory) return -1;
+    RowBlock *blocks = (RowBlock *)memory;
+    float *row_weight = page_mass ? (float *)(memory + block_bytes) : NULL;
+    for (int s = 0; s < plan->num_seqs; s++)
+        for (int row = plan->seq_rows[s]; row < plan->seq_rows[s + 1]; row += rows_per_block) {
+            int left = plan->seq_rows[s + 1] - row;
+            RowBlock rb = {s, row, left < rows_per_block ? left : rows_per_block, 0};
+            int last = plan->row_index[row + rb.num_rows - 1];
+            for (int g = plan->seq_segments[s]; g < plan->seq_segments[s + 1] && plan->seg_start[g] <= last; g++) {
+                int reach = last + 1 - plan->seg_start[g];
+                rb.num_keys += reach < plan->seg_length[g] ? reach : plan->seg_length[g];
+            }
+            int chunks = (rb.num_keys + BLOCK * CHUNK - 1) / (BLOCK * CHUNK);
+            if (chunks > max_chunks) max_chunks = chunks;
+            blocks[num_blocks++] = rb;
+        }
+    int most_rows = group * rows_per_block, tasks = num_blocks * num_kv_heads, failed = 0;
+
+    if (max_chunks > 1 && threads > 1 && tasks < 4 * threads) { /* too few tasks to share out whole: share the chunks */
+        size_t part = (size_t)most_rows * (d + 2);
+        float *parts = scratch(SCRATCH_PARTS, part * tasks * max_chunks * sizeof(float));
+        if (!parts) return -1;
+#pragma omp parallel num_threads(threads)
+        {
+            Task t = task_memory(most_rows, d);
+            if (!t.turned) failed = 1;
+#pragma omp barrier
+            if (!failed) {
+#pragma omp for schedule(dynamic, 1)
+                for (int n = 0; n < tasks * max_chunks; n++) {
+                    const RowBlock *rb = blocks + n / max_chunks / num_kv_heads;
+                    int chunk = n % max_chunks;
+                    if (chunk * BLOCK * CHUNK >= rb->num_keys) continue;
+                    t.most = parts + part * n, t.sum = t.most + most_rows, t.acc = t.sum + most_rows;
+                    attend_chunk(&c, rb, n / max_chunks % num_kv_heads, chunk, &t);
+                }
+#pragma omp for schedule(dynamic, 1)
+                for (int n = 0; n < tasks; n++) {
+                    const RowBlock *rb = blocks + n / num_kv_heads;
+                    clear_total(rb, &c, &t);
+                    for (int chunk = 0; chunk * BLOCK * CHUNK < rb->num_keys; chunk++) {
+                        float *most = parts + part * ((size_t)n * max_chunks + chunk);
+                        float *sum = most + most_rows, *acc = sum + most_rows;
+                        for (int i = 0; i < rb->num_rows * group; i++)
+                            fold(t.total_most + i, t.total_sum + i, t.total + i * d, most[i], sum[i], acc + i * d, d);
+                    }
+                    finish(&c, rb, n % num_kv_heads, &t, row_weight);
+                }
+            }
+        }
+    } else {
+#pragma omp parallel num_threads(threads < tasks ? threads : tasks) if (threads > 1 && tasks > 1)
+        {
+            Task t = task_memory(most_rows, d);
+            if (!t.turned) failed = 1;
+#pragma omp for schedule(dynamic, 1)
+            for (int n = tasks - 1; n >= 0; n--) { /* a prompt's last rows see most: begin with the longest */
+                if (!t.turned) continue;
+                const RowBlock *rb = blocks + n / num_kv_heads;
+                clear_total(rb, &c, &t);
+                for (int chunk = 0; chunk * BLOCK * CHUNK < rb->num_keys; chunk++) {
+                    attend_chunk(&c, rb, n % num_kv_heads, chunk, &t);
+                    for (int i = 0; i < rb->num_rows * group; i++)
+                        fold(t.total_most + i, t.total_sum + i, t.total + i * d, t.most[i], t.sum[i], t.acc + i * d, d);
+                }
+                finish(&c, rb, n % num_kv_heads, &t, row_weight);
+            }
+        }
+    }
+    if (failed) return -1;
+    if (page_mass) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && plan->num_seqs > 1)
+        {
+            Task t = task_memory(most_rows, d);
+            if (!t.turned) failed = 1;
+#pragma omp for schedule(dynamic, 1)
+            for (int s = 0; s < plan->num_seqs; s++)
+                if (t.turned) add_mass(&c, blocks, num_blocks, s, row_weight, page_mass, &t);
+        }
+    }
+    return failed ? -1 : 0;
+}
+
+/* ----------------------------------------------------------------------------------------- its neighbours ------ */
+
+#define SMALL (1 << 15) /* elements below which a thread's start costs more than it saves */
+
+/* Contract: reference.rope_and_write; q is turned in place. Strides in floats from token to token. */
+EXPORT void akv_rope_and_write(float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
+                               int64_t v_stride, void *k_pages, void *v_pages, const int64_t *slots,
+                               const float *rotation, int num_tokens, int num_q_heads, int num_kv_heads, int head_dim,
+                               int half_dim, int interleaved, float scale, int kind, int threads) {
+    size_t token_bytes = element_size(kind) * head_dim * num_kv_heads;
+    int64_t work = (int64_t)num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && work > SMALL)
+    for (int t = 0; t < num_tokens; t++) {
+        const float *table = rotation + (size_t)t * 2 * half_dim;
+        for (int h = 0; h < num_q_heads; h++) {
+            float *x = q + t * q_stride + (size_t)h * head_dim;
+            turn(x, x, table, half_dim, head_dim, interleaved, 1, scale, 1);
+        }
+        if (slots[t] < 0) continue;
+        char *key = (char *)k_pages + slots[t] * token_bytes, *value = (char *)v_pages + slots[t] * token_bytes;
+        for (int h = 0; h < num_kv_heads; h++) {
+            float turned[MAX_HEAD_DIM];
+            turn(turned, k + t * k_stride + (size_t)h * head_dim, table, half_dim, head_dim, interleaved, 1, scale, 1);
+            write_floats(key + element_size(kind) * h * head_dim, turned, head_dim, kind);
+        }
+        write_floats(value, v + t * v_stride, num_kv_heads * head_dim, kind);
+    }
+}
+
+/* Contract: reference.repos_pages. */
+EXPORT void akv_repos_pages(void *k_pages, void *v_pages, const int64_t *src, const int64_t *dst, const float *rotation,
+                            int num_tokens, int num_kv_heads, int head_dim, int half_dim, int interleaved, int kind,
+                            int threads) {
+    size_t head_bytes = element_size(kind) * head_dim, token_bytes = head_bytes * num_kv_heads;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && (int64_t)num_tokens * token_bytes > 4 * SMALL)
+    for (int t = 0; t < num_tokens; t++) {
+        const char *from = (const char *)k_pages + src[t] * token_bytes;
+        char *to = (char *)k_pages + dst[t] * token_bytes;
+        for (int h = 0; h < num_kv_heads; h++) {
+            float x[MAX_HEAD_DIM];
+            read_floats(x, from + h * head_bytes, head_dim, kind);
+            turn(x, x, rotation + (size_t)t * 2 * half_dim, half_dim, head_dim, interleaved, 1, 1, 1);
+            write_floats(to + h * head_bytes, x, head_dim, kind);
+        }
+        memcpy((char *)v_pages + dst[t] * token_bytes, (const char *)v_pages + src[t] * token_bytes, token_bytes);
+    }
+}
+
+/* Contract: reference.rms_norm. `residual` and `total` are both given or both NULL. */
+EXPORT void akv_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *out, float *total,
+                         int64_t num_rows, int hidden, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && num_rows * hidden > SMALL)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *from = x + row * hidden;
+        float *to = out + row * hidden;
+        if (residual) {
+            float *sum = total + row * hidden;
+            for (int i = 0; i < hidden; i++) sum[i] = from[i] + residual[row * hidden + i];
+            from = sum;
+        }
+        vf squares = splat(0);
+        int i = 0;
+        for (; i + VL <= hidden; i += VL) squares += load(from + i) * load(from + i);
+        float square = sum_lanes(squares);
+        for (; i < hidden; i++) square += from[i] * from[i];
+        float norm = 1 / sqrtf(square / hidden + eps);
+        for (i = 0; i < hidden; i++) to[i] = from[i] * norm * weight[i];
+    }
+}
+
+/* Contract: reference.silu_mul. silu(x) = x / (1 + e^-x); past |x| = 87 the exponential saturates, far below rounding. */
+EXPORT void akv_silu_mul(const float *gate_up, float *out, int64_t num_rows, int size, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && num_rows * size > SMALL)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *gate = gate_up + row * 2 * size, *up = gate + size;
+        float *to = out + row * size;
+        for (int i = 0; i < size; i += VL) {
+            vf g = splat(0), u = splat(0);
+            int n = size - i < VL ? size - i : VL;
+            if (n == VL)
+                g = load(gate + i), u = load(up + i);
+            else
+                memcpy(&g, gate + i, n * sizeof(float)), memcpy(&u, up + i, n * sizeof(float));
+            vf power = vmax(g * -1.44269504f, splat(-126));
+            power = -vmax(-power, splat(-126)); /* at most 126 */
+            vf y = g / (1.0f + exp2_lanes(power)) * u;
+            memcpy(to + i, &y, n * sizeof(float));
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------------------------- int8 linear ------- */
+
+/* y[m][n] = sum_g sx[m][g] * sw[n][g] * sum_k xq[m][k] wq[n][k], k over group g of GROUP inputs.
+ *
+ * Both are symmetric int8, the activation quantised here, row by row and group by group. Weights are packed for tiles
+ * of LANES outputs, stored + 128 so that they can be the unsigned side of a dot product of bytes:
+ *   weights [N / LANES][groups][GROUP / 4][LANES][4] uint8,  scales [N / LANES][groups][LANES] bfloat16. */
+#define GROUP 64
+#define LANES 16
+#define QUADS (GROUP / 4)
+
+typedef struct {
+    const int8_t *x;        /* [rows][groups * GROUP] */
+    const float *x_scale;   /* [rows][groups] */
+    const int32_t *x_shift; /* [rows][groups] -128 * sum of the group: takes the + 128 out again */
+    const uint8_t *weights;
+    const uint16_t *scales;
+    int groups;
+} Quantised;
+
+static void quantise_row(const float *x, int size, int groups, int8_t *q, float *scale, int32_t *shift) {
+    for (int g = 0; g < groups; g++) {
+        float part[GROUP] = {0};
+        int n = size - g * GROUP < GROUP ? size - g * GROUP : GROUP;
+        memcpy(part, x + g * GROUP, n * sizeof(float));
+        int32_t most_bits = 0; /* floats of one sign order like their bits */
+        for (int i = 0; i < GROUP; i++) {
+            int32_t bits;
+            memcpy(&bits, part + i, 4);
+            bits &= 0x7fffffff;
+            most_bits = bits > most_bits ? bits : most_bits;
+        }
+        float most;
+        memcpy(&most, &most_bits, 4);
+        float inverse = most >= 1e-30f ? 127 / most : 0;
+        int32_t sum = 0;
+        for (int i = 0; i < GROUP; i++) {
+            float shifted = part[i] * inverse + 12582912.0f; /* the integer nearest stands in the low bits */
+            int32_t bits;
+            memcpy(&bits, &shifted, 4);
+            int32_t value = bits - 0x4b400000;
+            q[g * GROUP + i] = (int8_t)value;
+            sum += value;
+        }
+        scale[g] = most / 127; /* a NaN or infinity in the group stays one */
+        shift[g] = -128 * sum;
+    }
+}
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define TILE_ROWS 6
+#define TILE_WIDE 4
+
+INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
+    int groups = a->groups;
+    size_t per_block = (size_t)groups * QUADS * LANES * 4;
+    const uint8_t *weights = a->weights + block * per_block;
+    const int8_t *x = a->x + (size_t)row * groups * GROUP;
+    __m512 sum[TILE_ROWS][TILE_WIDE];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int w = 0; w < wide; w++) sum[r][w] = _mm512_setzero_ps();
+    for (int g = 0; g < groups; g++) {
+        __m512i dot[TILE_ROWS][TILE_WIDE];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) dot[r][w] = _mm512_set1_epi32(a->x_shift[(size_t)(row + r) * groups + g]);
+#pragma GCC unroll 2
+        for (int k = 0; k < QUADS; k++) {
+            __m512i weight[TILE_WIDE];
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++)
+                weight[w] = _mm512_loadu_si512(weights + w * per_block + ((size_t)g * QUADS + k) * LANES * 4);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                int32_t quad;
+                memcpy(&quad, x + ((size_t)r * groups + g) * GROUP + 4 * k, 4);
+#pragma GCC unroll 4
+                for (int w = 0; w < wide; w++)
+                    dot[r][w] = _mm512_dpbusd_epi32(dot[r][w], weight[w], _mm512_set1_epi32(quad));
+            }
+        }
+#pragma GCC unroll 4
+        for (int w = 0; w < wide; w++) {
+            const uint16_t *scales = a->scales + ((size_t)(block + w) * groups + g) * LANES;
+            __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
+            __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                __m512 by_row = _mm512_set1_ps(a->x_scale[(size_t)(row + r) * groups + g]);
+                sum[r][w] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[r][w]), by_row), scale, sum[r][w]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int w = 0; w < wide; w++) _mm512_storeu_ps(out + (r * TILE_WIDE + w) * LANES, sum[r][w]);
+}
+
+#elif defined(__AVX2__)
+#define TILE_ROWS 2
+#define TILE_WIDE 2
+
+INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
+    int groups = a->groups;
+    size_t per_block = (size_t)groups * QUADS * LANES * 4;
+    const int8_t *x = a->x + (size_t)row * groups * GROUP;
+    const __m256i bias = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+    for (int w = 0; w < wide; w++) {
+        const uint8_t *weights = a->weights + (block + w) * per_block;
+        __m256 sum[TILE_ROWS][2];
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+        for (int g = 0; g < groups; g++) {
+            __m256i dot[TILE_ROWS][2];
+#pragma GCC unroll 2
+            for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = _mm256_setzero_si256();
+            for (int k = 0; k < QUADS; k++) {
+                const uint8_t *at = weights + ((size_t)g * QUADS + k) * LANES * 4;
+#pragma GCC unroll 2
+                for (int side = 0; side < 2; side++) {
+                    /* |w| * (x with w's sign): both at most 127, so that pairs cannot saturate 16 bits */
+                    __m256i weight = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(at + 32 * side)), bias);
+                    __m256i size = _mm256_abs_epi8(weight);
+#pragma GCC unroll 2
+                    for (int r = 0; r < rows; r++) {
+                        int32_t quad;
+                        memcpy(&quad, x + ((size_t)r * groups + g) * GROUP + 4 * k, 4);
+                        __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(quad), weight));
+                        dot[r][side] = _mm256_add_epi32(dot[r][side], _mm256_madd_epi16(pairs, ones));
+                    }
+                }
+            }
+            const uint16_t *scales = a->scales + ((size_t)(block + w) * groups + g) * LANES;
+#pragma GCC unroll 2
+            for (int side = 0; side < 2; side++) {
+                __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(scales + 8 * side)));
+                __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+#pragma GCC unroll 2
+                for (int r = 0; r < rows; r++) {
+                    __m256 by_row = _mm256_set1_ps(a->x_scale[(size_t)(row + r) * groups + g]);
+                    __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(dot[r][side]), by_row);
+                    sum[r][side] = _mm256_fmadd_ps(part, scale, sum[r][side]);
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++)
+            for (int side = 0; side < 2; side++)
+                _mm256_storeu_ps(out + (r * TILE_WIDE + w) * LANES + 8 * side, sum[r][side]);
+    }
+}
+
+#else
+#define TILE_ROWS 4
+#define TILE_WIDE 1
+
+INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
+    int groups = a->groups;
+    (void)wide;
+    for (int r = 0; r < rows; r++) {
+        const int8_t *x = a->x + (size_t)(row + r) * groups * GROUP;
+        float *sum = out + r * LANES;
+        for (int n = 0; n < LANES; n++) sum[n] = 0;
+        for (int g = 0; g < groups; g++) {
+            const uint8_t *weights = a->weights + ((size_t)block * groups + g) * QUADS * LANES * 4;
+            int32_t dot[LANES] = {0};
+            for (int k = 0; k < QUADS; k++)
+                for (int n = 0; n < LANES; n++)
+                    for (int i = 0; i < 4; i++)
+                        dot[n] += (weights[(k * LANES + n) * 4 + i] - 128) * x[g * GROUP + 4 * k + i];
+            const uint16_t *scales = a->scales + ((size_t)block * groups + g) * LANES;
+            float by_row = a->x_scale[(size_t)(row + r) * groups + g];
+            for (int n = 0; n < LANES; n++) sum[n] += (float)dot[n] * by_row * from_bfloat16(scales[n]);
+        }
+    }
+}
+#endif
+
+static void int8_rows(int rows, int wide, const Quantised *a, int row, int block, float *out) {
+#define TILE(n) int8_tile(n, TILE_WIDE, a, row, block, out)
+#define NARROW(n) int8_tile(n, 1, a, row, block, out)
+#if TILE_ROWS == 6
+    if (wide == TILE_WIDE) FOR_ROWS(rows, TILE) else FOR_ROWS(rows, NARROW)
+#else
+    if (wide == TILE_WIDE) {
+        if (rows == TILE_ROWS) TILE(TILE_ROWS);
+        else for (int r = 0; r < rows; r++) int8_tile(1, TILE_WIDE, a, row + r, block, out + r * TILE_WIDE * LANES);
+    } else
+        for (int r = 0; r < rows; r++) int8_tile(1, 1, a, row + r, block, out + r * TILE_WIDE * LANES);
+#endif
+#undef TILE
+#undef NARROW
+}
+
+#define TASK_ROWS 96  /* of TILE_ROWS */
+#define TASK_BLOCKS 8 /* of LANES outputs */
+
+/* x [num_rows][x_stride] float32 -> out [num_rows][num_outputs] float32. Returns 0, or -1 for want of memory. */
+EXPORT int akv_int8_linear(const float *x, int64_t x_stride, int num_rows, int num_inputs, const uint8_t *weights,
+                           const uint16_t *scales, int num_outputs, float *out, int threads) {
+    int groups = (num_inputs + GROUP - 1) / GROUP, blocks = (num_outputs + LANES - 1) / LANES;
+    size_t x_bytes = (size_t)num_rows * groups * GROUP;
+    char *memory = scratch(SCRATCH_CALL, x_bytes + (size_t)num_rows * groups * 8);
+    if (!memory) return -1;
+    int8_t *q = (int8_t *)memory;
+    float *x_scale = (float *)(memory + x_bytes);
+    int32_t *x_shift = (int32_t *)(x_scale + (size_t)num_rows * groups);
+    Quantised a = {q, x_scale, x_shift, weights, scales, groups};
+    int row_tasks = (num_rows + TASK_ROWS - 1) / TASK_ROWS, block_tasks = (blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
+    int tasks = row_tasks * block_tasks;
+#pragma omp parallel num_threads(threads) if (threads > 1 && (int64_t)num_rows * num_inputs * num_outputs > 16 * SMALL)
+    {
+#pragma omp for
+        for (int r = 0; r < num_rows; r++)
+            quantise_row(x + r * x_stride, num_inputs, groups, q + (size_t)r * groups * GROUP,
+                         x_scale + (size_t)r * groups, x_shift + (size_t)r * groups);
+#pragma omp for schedule(dynamic, 1)
+        for (int n = 0; n < tasks; n++) {
+            int row_begin = n % row_tasks * TASK_ROWS, block_begin = n / row_tasks * TASK_BLOCKS;
+            int row_end = row_begin + TASK_ROWS < num_rows ? row_begin + TASK_ROWS : num_rows;
+            int block_end = block_begin + TASK_BLOCKS < blocks ? block_begin + TASK_BLOCKS : blocks;
+            for (int block = block_begin; block < block_end;) {
+                int wide = block_end - block >= TILE_WIDE ? TILE_WIDE : 1;
+                for (int row = row_begin; row < row_end; row += TILE_ROWS) {
+                    int rows = row_end - row < TILE_ROWS ? row_end - row : TILE_ROWS;
+                    float tile[TILE_ROWS * TILE_WIDE * LANES];
+                    int8_rows(rows, wide, &a, row, block, tile);
+                    int first = block * LANES, width = wide * LANES;
+                    if (width > num_outputs - first) width = num_outputs - first;
+                    for (int r = 0; r < rows; r++)
+                        memcpy(out + (size_t)(row + r) * num_outputs + first, tile + r * TILE_WIDE * LANES, width * 4);
+                }
+                block += wide;
+            }
+        }
+    }
+    return 0;
+}
