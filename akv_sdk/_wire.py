@@ -48,6 +48,8 @@ class SessionParams(TypedDict, total=False):
     min_p: float
     seed: int | None
     stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
     logprobs: bool | int | None
     top_logprobs: int | None
     tools: Sequence[Mapping[str, Any]] | None
@@ -228,10 +230,10 @@ def repos(session: str, *, start: int, end: int | None, delta: int) -> Call[type
     return Call("POST", "/v1/cache/repos", parse, encode(fields), is_repeatable=False)
 
 
-def fork(session: str, *, name: str | None) -> Call[types.LayoutReply]:
+def fork(session: str, *, name: str | None) -> Call[types.SessionInfo]:
     fields = _fields(types.ForkRequest, "", session=name)
     path = f"{_session_path(session)}/fork"
-    return Call("POST", path, types.LayoutReply.model_validate_json, encode(fields), is_repeatable=False)
+    return Call("POST", path, types.SessionInfo.model_validate_json, encode(fields), is_repeatable=False)
 
 
 def sessions() -> Call[list[types.SessionInfo]]:
@@ -260,16 +262,16 @@ def _nothing(body: bytes) -> None:
 M = TypeVar("M", bound=BaseModel)
 
 
-def _post(path: str, reply: type[M], request: type[BaseModel], **fields: Any) -> Call[M]:
+def _post(path: str, reply: type[M], request: type[BaseModel], /, **fields: Any) -> Call[M]:
     return Call("POST", path, reply.model_validate_json, encode(_fields(request, "", **fields)))
 
 
-def _fields(model: type[BaseModel], prefix: str, **fields: Any) -> dict[str, Any]:
+def _fields(kind: type[BaseModel], prefix: str, /, **fields: Any) -> dict[str, Any]:
     """The JSON object of a request body, checked as the server would; raises InvalidRequest that names the field."""
     try:
-        return model(**fields).model_dump(mode="json", exclude_none=True)
+        return kind(**fields).model_dump(mode="json", exclude_none=True)
     except ValidationError as error:
-        param, message = types.fault(error)
+        param, message = _fault(error)
         raise InvalidRequest(message, param=".".join(filter(None, (prefix, param))) or None) from None
 
 
@@ -280,6 +282,26 @@ def _objects(name: str, items: Iterable[Mapping[str, Any]]) -> list[dict[str, An
             raise InvalidRequest(f"is a {type(item).__name__}, not an object", param=f"{name}[{i}]")
         objects.append(dict(item))
     return objects
+
+
+def _fault(error: ValidationError) -> tuple[str | None, str]:
+    """The field at fault, as a caller would write it (`spans[2][0]`, `akv.ops[1].end`), and what is wrong with it.
+
+    Speaks of the first of the errors. The validators of `types` open their message with the field's name. Pydantic puts
+    the tag of a union's branch into the path; no caller would recognise it, so it is left out.
+    """
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path, message = list(first["loc"]), first["msg"]
+    if first["type"] == "value_error":
+        field, _, message = message.removeprefix("Value error, ").partition(": ")
+        path.append(field)
+    name = ""
+    for part in path:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in ("bool", "int", "str"):
+            name += f".{part}" if name else part
+    return name or None, message
 
 
 def encode(body: dict[str, Any]) -> bytes:
@@ -318,7 +340,7 @@ def read(call: Call[T], body: bytes, *, status: int, request_id: str | None) -> 
     try:
         return call.parse(body)
     except ValidationError as error:
-        param, message = types.fault(error)
+        param, message = _fault(error)
         reason = f"{param}: {message}" if param else message
     except ValueError as error:
         reason = str(error)
@@ -445,14 +467,47 @@ class SSEParser:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one chunk of a stream adds to one choice."""
+    """What one chunk of a stream adds to one choice. Tool calls come in pieces and are whole only in the end."""
 
     text: str
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     choice: int = 0
-    delta: dict[str, Any] = field(default_factory=dict)  # as the server sent it: tool calls among others
     logprobs: dict[str, Any] | None = None
+
+
+class _FunctionDelta(types.Reply):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolCallDelta(types.Reply):
+    index: int
+    id: str | None = None
+    function: _FunctionDelta | None = None
+
+
+class _Delta(types.Reply):
+    content: str | None = None
+    tool_calls: list[_ToolCallDelta] | None = None
+
+
+class _ChunkChoice(types.Reply):
+    index: int = 0
+    text: str | None = None  # of a text completion
+    delta: _Delta | None = None  # of a chat
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: dict[str, list[Any] | None] | None = None
+
+
+class _Chunk(types.Reply):
+    id: str | None = None
+    model: str | None = None
+    choices: list[_ChunkChoice] | None = None
+    usage: types.Usage | None = None
+    akv: types.AkvReply | None = None
+    error: types.ErrorBody | None = None
 
 
 class StreamReader:
@@ -479,41 +534,30 @@ class StreamReader:
 
     def _read(self, data: str) -> list[Event]:
         try:
-            chunk = json.loads(data)
-            if chunk.get("error") is not None:
-                raise _api_error(types.ErrorReply.model_validate(chunk).error)
-            self._head |= {name: chunk[name] for name in ("id", "model", "usage", "akv") if chunk.get(name) is not None}
-            return [self._choice(choice) for choice in chunk.get("choices") or ()]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:  # not JSON, or JSON of another shape
-            raise BadReply(f"a chunk of the stream is not one of this API: {data[:200]}") from error
-
-    def _choice(self, choice: dict[str, Any]) -> Event:
-        index = choice.get("index", 0)
-        parts = self._choices.setdefault(index, _ChoiceParts())
-        delta = choice.get("delta")
-        text = choice.get("text") or "" if delta is None else delta.get("content") or ""
-        parts.is_chat = delta is not None
-        parts.text.append(text)
-        for call in (delta or {}).get("tool_calls") or ():
-            _merge_tool_call(parts.tool_calls, call)
-        token_ids = choice.get("token_ids")
-        if token_ids is not None:
-            parts.token_ids = parts.token_ids or []
-            parts.token_ids.extend(token_ids)
-        logprobs = choice.get("logprobs")
-        for name, values in (logprobs or {}).items():
-            if values is not None:
-                parts.logprobs.setdefault(name, []).extend(values)
-        parts.finish_reason = choice.get("finish_reason") or parts.finish_reason
-        return Event(text, token_ids or [], choice.get("finish_reason"), index, delta or {}, logprobs)
+            chunk = _Chunk.model_validate_json(data)
+        except ValidationError as error:
+            param, message = _fault(error)
+            raise BadReply(f"a chunk of the stream is not one of this API: {param or 'body'}: {message}") from None
+        if chunk.error is not None:
+            raise _api_error(chunk.error)
+        head = {name: getattr(chunk, name) for name in ("id", "model", "usage", "akv")}
+        self._head |= {name: value for name, value in head.items() if value is not None}
+        for choice in chunk.choices or ():
+            self._choices.setdefault(choice.index, _ChoiceParts()).add(choice)
+        return [_event(choice) for choice in chunk.choices or ()]
 
     def _assemble(self) -> types.Completion:
         choices = [parts.whole(index) for index, parts in sorted(self._choices.items())]
         try:
             return types.Completion.model_validate({**self._head, "choices": choices})
         except ValidationError as error:
-            param, message = types.fault(error)
-            raise BadReply(f"the stream ended without {param}: {message}") from None
+            param, message = _fault(error)
+            raise BadReply(f"the stream as a whole is not a completion: {param}: {message}") from None
+
+
+def _event(choice: _ChunkChoice) -> Event:
+    text = choice.text if choice.delta is None else choice.delta.content
+    return Event(text or "", choice.token_ids or [], choice.finish_reason, choice.index, choice.logprobs)
 
 
 @dataclass(slots=True)
@@ -524,6 +568,29 @@ class _ChoiceParts:
     token_ids: list[int] | None = None
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     finish_reason: str | None = None
+
+    def add(self, choice: _ChunkChoice) -> None:
+        self.text.append(_event(choice).text)
+        if choice.delta is not None:
+            self.is_chat = True
+            for call in choice.delta.tool_calls or ():
+                self._add_tool_call(call)
+        if choice.token_ids is not None:
+            self.token_ids = self.token_ids or []
+            self.token_ids.extend(choice.token_ids)
+        for name, values in (choice.logprobs or {}).items():
+            if values is not None:
+                self.logprobs.setdefault(name, []).extend(values)
+        self.finish_reason = choice.finish_reason or self.finish_reason
+
+    def _add_tool_call(self, delta: _ToolCallDelta) -> None:
+        """The first piece of a call carries its id and name, later ones more of the arguments."""
+        call = self.tool_calls.setdefault(delta.index, {"type": "function", "function": {"name": "", "arguments": ""}})
+        if delta.id is not None:
+            call["id"] = delta.id
+        if delta.function is not None:
+            call["function"]["name"] += delta.function.name or ""
+            call["function"]["arguments"] += delta.function.arguments or ""
 
     def whole(self, index: int) -> dict[str, Any]:
         """The choice as a reply without streaming has it."""
@@ -538,13 +605,3 @@ class _ChoiceParts:
             message["content"] = text or None
             message["tool_calls"] = [call for _, call in sorted(self.tool_calls.items())]
         return choice | {"message": message}
-
-
-def _merge_tool_call(calls: dict[int, dict[str, Any]], delta: dict[str, Any]) -> None:
-    """Adds a delta to the call it belongs to: the first carries id and name, later ones pieces of the arguments."""
-    call = calls.setdefault(delta["index"], {"type": "function", "function": {"name": "", "arguments": ""}})
-    if delta.get("id"):
-        call["id"] = delta["id"]
-    function = delta.get("function") or {}
-    call["function"]["name"] = function.get("name") or call["function"]["name"]
-    call["function"]["arguments"] += function.get("arguments") or ""

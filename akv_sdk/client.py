@@ -211,7 +211,7 @@ class Client:
         """Moves the positions of tokens `[start, end)` by `delta`; `end=None` also of everything computed later."""
         return self._send(_wire.repos(session, start=start, end=end, delta=delta))
 
-    def fork(self, session: str, name: str | None = None) -> types.LayoutReply:
+    def fork(self, session: str, name: str | None = None) -> types.SessionInfo:
         """Copies a session without copying its KV. The reply's `session` is the copy's name."""
         return self._send(_wire.fork(session, name=name))
 
@@ -427,7 +427,7 @@ class AsyncClient:
     async def repos(self, session: str, start: int, end: int | None, delta: int) -> types.LayoutReply:
         return await self._send(_wire.repos(session, start=start, end=end, delta=delta))
 
-    async def fork(self, session: str, name: str | None = None) -> types.LayoutReply:
+    async def fork(self, session: str, name: str | None = None) -> types.SessionInfo:
         return await self._send(_wire.fork(session, name=name))
 
     async def sessions(self) -> list[types.SessionInfo]:

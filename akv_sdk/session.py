@@ -166,10 +166,14 @@ class _Conversation:
             for span in self.spans
         ]
 
-    def _hand_on(self, copy: _Conversation, reply: types.LayoutReply) -> None:
-        """Gives a fork what this session holds."""
-        copy.spans, copy._ops, copy._shape = list(self.spans), self._ops, dict(self._shape)
-        copy._take_layout(reply)
+    def _take_info(self, info: types.SessionInfo) -> None:
+        self.spans = info.spans
+        self._take_layout(info)
+
+    def _hand_on(self, copy: _Conversation, info: types.SessionInfo) -> None:
+        """Gives a fork what this session holds that the server does not know."""
+        copy._shape = dict(self._shape)
+        copy._take_info(info)
 
 
 class Session(_Conversation):
@@ -258,8 +262,7 @@ class Session(_Conversation):
     def info(self) -> types.SessionInfo:
         """What the server holds of this session; also brings `spans` and `ops` up to date."""
         reply = self._client.session_info(self.name)
-        self.spans = reply.spans
-        self._take_layout(reply)
+        self._take_info(reply)
         return reply
 
     def close(self) -> None:
@@ -280,7 +283,7 @@ class Session(_Conversation):
         return reply
 
     def _on_server(self, call: Call[T], *, is_by_index: bool) -> T:
-        """Sends a call that needs the session there. Where it is not, builds it from what we hold and sends once more."""
+        """Sends a call that needs the session there; where it is not, builds it from what we hold and tries again."""
         try:
             return self._client._send(call)
         except SessionNotFound:
@@ -368,8 +371,7 @@ class AsyncSession(_Conversation):
 
     async def info(self) -> types.SessionInfo:
         reply = await self._client.session_info(self.name)
-        self.spans = reply.spans
-        self._take_layout(reply)
+        self._take_info(reply)
         return reply
 
     async def close(self) -> None:

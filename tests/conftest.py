@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import akv_sdk
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -17,3 +23,55 @@ def shared() -> Path:
     if not (folder / "golden").is_dir():
         pytest.skip("golden values and trajectories (../shared) are not beside this clone")
     return folder
+
+
+class Blocking:
+    """A client, session or stream of the SDK's asyncio half, driven as if it were of the other: what is awaitable is
+    awaited on `loop`. Lets one test hold both twins to the same behaviour."""
+
+    def __init__(self, inner: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.inner, self._loop = inner, loop
+
+    def _outside(self, value: Any) -> Any:
+        if inspect.isawaitable(value):
+            value = self._loop.run_until_complete(value)
+        return Blocking(value, self._loop) if type(value).__name__.startswith("Async") else value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "close" and hasattr(self.inner, "aclose"):
+            name = "aclose"
+        value = getattr(self.inner, name)
+        return (lambda *args, **kwargs: self._outside(value(*args, **kwargs))) if callable(value) else value
+
+    def __iter__(self) -> Blocking:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._loop.run_until_complete(anext(self.inner))
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def __enter__(self) -> Blocking:
+        self._loop.run_until_complete(self.inner.__aenter__())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._loop.run_until_complete(self.inner.__aexit__(*error))
+
+
+@pytest.fixture(params=["Client", "AsyncClient"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """`connect(transport=…)` gives an SDK client, in turn each of the twins; all are closed at the end."""
+    loop = asyncio.new_event_loop()
+    clients: list[Any] = []
+
+    def connect(**options: Any) -> Any:
+        client = getattr(akv_sdk, request.param)("http://akv.test", **options)
+        clients.append(client if request.param == "Client" else Blocking(client, loop))
+        return clients[-1]
+
+    yield connect
+    for client in clients:
+        client.close()
+    loop.close()
