@@ -1,0 +1,315 @@
+"""The cache of one model: what of a stream is there, what must be computed, and where new tokens go.
+
+`plan()` decides and mutates nothing; `open`, `reserve`, `publish`, `release` and `close` alone mutate; `check()`
+asserts the invariants. Owns leases (what running sequences hold). Knows pages as ids and KV through one function that
+copies a page; knows neither torch nor requests.
+
+The rule behind `plan` (DESIGN section 4): to compute token i, every token that the layout *at i* sees must be there.
+So the tokens that must be computed are found backwards, phase by phase, from those that the end needs:
+
+    phases      |------ 0 ------|-- 1 --|---- 2 ----|   an op between each two
+    needed at the end:  visible after the last op, and not there
+    needed by phase 2:  + what layout 2 sees, below its last token to be computed
+    needed by phase 1:  + ...
+
+For a plain continuation that is just the new tokens; for a stream whose KV was lost, all of it in the same phases; for
+one whose dropped span was evicted, nothing; for a restored span that is gone, the span alone. Tokens that nobody needs
+are never computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from akv_server.errors import AkvError
+from akv_server.ops import FORGOTTEN, Layout, Timeline
+from akv_server.pool import Pool
+from akv_server.radix import Array, Edge, Match, RadixTree, visible_mask
+
+CopyPage = Callable[[int, int, int], None]  # (source page, target page, number of leading slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch `[start, end)` of indexes to run through the model under one layout. Where `resident`, its KV is there
+    and only the output of its last token is wanted."""
+
+    start: int
+    end: int
+    layout: Layout
+    phase: int
+    resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What it takes to have a stream's KV, and the output behind its last token. Valid until the cache is mutated."""
+
+    salt: str
+    tokens: Array  # int32 [num_tokens]
+    timeline: Timeline
+    match: Match
+    todo: tuple[Span, ...]  # ascending
+    last_need: (
+        Array  # int32 [num_tokens]: the last phase that reads the token, num_phases for "still visible at the end"
+    )
+    num_phases: int
+    num_computed: int  # tokens in `todo` whose KV is not there
+    num_forgotten: int
+
+    @property
+    def computed_indexes(self) -> Array:
+        """int64 [num_computed], ascending."""
+        spans = [np.arange(s.start, s.end) for s in self.todo if not s.resident]
+        return np.concatenate(spans) if spans else np.empty(0, np.int64)
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """What one running sequence holds. `slots[i]` is -1 where it does not hold token i."""
+
+    salt: str
+    timeline: Timeline
+    num_tokens: int
+    tokens: Array  # int32 [capacity >= num_tokens]
+    slots: Array  # int32 [capacity]
+    written: Array  # int32 [capacity]
+    last_need: Array  # int32 [num prompt tokens]
+    pages: set[int] = field(default_factory=set)
+    edge: Edge | None = None  # the edge it goes on from
+    version: int = 0  # grows when a token that was there moves to another slot
+
+
+class Cache:
+    """Pages, the tree and the leases of one model."""
+
+    def __init__(self, num_pages: int, page_size: int, copy_page: CopyPage) -> None:
+        self.pool = Pool(num_pages, page_size)
+        self.tree = RadixTree(self.pool)
+        self.page_size = page_size
+        self.num_pages_copied = 0
+        self._copy_page = copy_page
+        self._leases: set[Lease] = set()
+
+    # Decide --------------------------------------------------------------------------------------------------------
+
+    def plan(self, salt: str, tokens: Array, timeline: Timeline, *, outputs: str = "last") -> Plan:
+        """What of a stream is there and what must be computed. Mutates nothing.
+
+        Args:
+            tokens: int32 [num_tokens].
+            outputs: "last" also wants the model's output behind the last token (to sample from), "all" wants it behind
+                every token that is not there (to score a prompt), "none" wants the KV alone.
+
+        Raises AkvError `invalid_request` when all of the stream is forgotten, so that there is nothing to go on from.
+        """
+        n = len(tokens)
+        match = self.tree.match(salt, tokens, timeline)
+        resident = np.zeros(n, bool)
+        resident[: match.length] = match.slots >= 0
+        forgotten = _forgotten_mask(timeline.layout_at(n), n)
+        phases = list(timeline.phases(n))
+        last_need = np.full(n, -1, np.int32)
+        last_need[visible_mask(timeline.layout_at(n), n)] = len(phases)
+        wanted = np.zeros(n, bool)
+        if outputs == "all":
+            wanted = ~resident & ~forgotten
+        if outputs != "none":
+            sources = np.flatnonzero(~forgotten)
+            if not len(sources):
+                raise AkvError("invalid_request", "all tokens of the stream are forgotten", param="akv.ops")
+            wanted[sources[-1]] = True
+        todo: list[Span] = []
+        for phase in range(len(phases) - 1, -1, -1):
+            start, end, layout = phases[phase]
+            run = wanted[start:end] | ((last_need[start:end] >= 0) & ~resident[start:end])
+            if not run.any():
+                continue
+            top = start + int(np.flatnonzero(run)[-1]) + 1
+            seen = visible_mask(layout.feed(top - layout.num_tokens), top)
+            last_need[:top][seen & (last_need[:top] < phase)] = phase
+            run = wanted[start:end] | ((last_need[start:end] >= 0) & ~resident[start:end])
+            todo += [Span(s, e, layout, phase, r) for s, e, r in reversed(_stretches(run, resident[start:end], start))]
+        todo.reverse()
+        return Plan(
+            salt,
+            tokens,
+            timeline,
+            match,
+            tuple(todo),
+            last_need,
+            len(phases),
+            sum(span.end - span.start for span in todo if not span.resident),
+            int(forgotten.sum()),
+        )
+
+    def fits_alone(self, plan: Plan) -> bool:
+        """Whether an otherwise empty pool could run the plan."""
+        most = int((plan.last_need == plan.num_phases).sum())
+        for span in plan.todo:
+            most = max(most, int((plan.last_need[: span.end] >= span.phase).sum()))
+        return most <= self.pool.num_pages * self.page_size
+
+    def room_for(self, plan: Plan) -> bool:
+        """Whether the plan's first tokens could be computed now, once what nobody runs on is evicted."""
+        needed = self._pages_of(plan.match.slots[plan.last_need[: plan.match.length] >= 0])
+        kept = sum(self.pool.edges[page] > 0 and not self.pool.leases[page] for page in needed)
+        new = -(-plan.num_computed // self.page_size) + 1
+        return new <= self.pool.num_free + self.pool.num_evictable - kept
+
+    # Mutate --------------------------------------------------------------------------------------------------------
+
+    def open(self, plan: Plan) -> Lease:
+        """Takes a lease on what the plan found. No page of it can be evicted until it is released or closed."""
+        n, match = len(plan.tokens), plan.match
+        capacity = n + max(n // 4, 64)
+        ids, slots = np.zeros(capacity, np.int32), np.full(capacity, -1, np.int32)
+        written = np.zeros(capacity, np.int32)
+        ids[:n] = plan.tokens
+        held = plan.last_need[: match.length] >= 0
+        slots[: match.length][held] = match.slots[held]
+        written[: match.length] = match.written
+        lease = Lease(plan.salt, plan.timeline, n, ids, slots, written, plan.last_need)
+        self._leases.add(lease)
+        self._repage(lease)
+        if match.edges:
+            self.tree.touch(match.edges[-1])
+            if match.ends_on_edge:
+                self._attach(lease, match.edges[-1])
+        return lease
+
+    def append(self, lease: Lease, token: int) -> None:
+        """Adds a token, not computed yet, at the end of the lease's stream."""
+        if lease.num_tokens == len(lease.tokens):
+            lease.tokens = np.concatenate([lease.tokens, np.empty_like(lease.tokens)])
+            lease.slots = np.concatenate([lease.slots, np.full_like(lease.slots, -1)])
+            lease.written = np.concatenate([lease.written, np.zeros_like(lease.written)])
+        lease.tokens[lease.num_tokens] = token
+        lease.num_tokens += 1
+
+    def reserve(self, lease: Lease, start: int, end: int, written_shift: int) -> bool:
+        """Gives the tokens `[start, end)` slots to be written, evicting what nobody runs on; False, and nothing
+        changed but evicted pages, where there is no room.
+
+        New tokens go behind the one before them where its page has space. If somebody else wrote there first, the page
+        is copied (copy on write) and the copy goes on; that is the only copy there is.
+        """
+        size = self.page_size
+        assert (lease.slots[start:end] < 0).all()
+        before = int(lease.slots[start - 1]) if start else -1
+        used = before % size + 1 if before >= 0 else size  # slots taken in the page to go on with
+        in_place = used < size and self.pool.filled[before // size] == used
+        copy = used < size and not in_place
+        num_pages = -(-max(0, end - start - (size - used)) // size) + copy
+        if self.pool.num_free < num_pages:
+            self.tree.evict(num_pages - self.pool.num_free)
+        fresh = self.pool.take(num_pages)
+        if fresh is None:
+            return False
+        lease.pages.update(fresh)
+        page = before // size
+        if copy:
+            source, page = page, fresh.pop(0)
+            self._copy_page(source, page, used)
+            self.num_pages_copied += 1
+            moved = lease.slots // size == source
+            lease.slots[moved] += (page - source) * size
+            lease.version += 1
+            lease.pages.remove(source)
+            self.pool.unlease([source])
+        slots: list[int] = list(range(page * size + used, (page + 1) * size)) if used < size else []
+        slots += [fresh_page * size + offset for fresh_page in fresh for offset in range(size)]
+        del slots[end - start :]
+        lease.slots[start:end] = slots
+        lease.written[start:end] = written_shift
+        for slot in slots:
+            self.pool.filled[slot // size] = slot % size + 1
+        return True
+
+    def publish(self, lease: Lease, end: int) -> None:
+        """Gives the first `end` tokens of the lease's stream to the tree, so that others may go on from them. Tokens
+        that the tree has already are read from there from now on, and the lease's own copy is let go."""
+        ids = lease.tokens[:end]
+        edge = self.tree.insert(lease.salt, ids, lease.timeline, lease.slots[:end], lease.written[:end])
+        if edge is None:
+            return
+        self._attach(lease, edge)
+        match = self.tree.match(lease.salt, ids, lease.timeline)
+        assert match.length == end
+        adopt = (lease.slots[:end] >= 0) & (match.slots != lease.slots[:end])
+        if adopt.any():
+            lease.slots[:end][adopt] = match.slots[adopt]
+            lease.written[:end][adopt] = match.written[adopt]
+            lease.version += 1
+            self._repage(lease)
+
+    def release(self, lease: Lease, phase: int) -> None:
+        """Lets go of pages with no token that `phase` or a later one reads."""
+        n = len(lease.last_need)
+        idle = (lease.slots[:n] >= 0) & (lease.last_need < phase)
+        if idle.any():
+            lease.slots[:n][idle] = -1
+            self._repage(lease)
+
+    def close(self, lease: Lease) -> None:
+        """Gives everything back. What was published stays in the tree until it is evicted."""
+        self._detach(lease)
+        self.pool.unlease(lease.pages)
+        lease.pages = set()
+        self._leases.remove(lease)
+
+    def evict_all(self) -> int:
+        """Frees every page that nobody runs on and returns how many."""
+        return self.tree.evict(self.pool.num_pages)
+
+    def _attach(self, lease: Lease, edge: Edge) -> None:
+        if lease.edge is not edge:
+            self._detach(lease)
+            lease.edge = edge
+            self.tree.attach(edge)
+
+    def _detach(self, lease: Lease) -> None:
+        if lease.edge is not None:
+            self.tree.detach(lease.edge)
+            lease.edge = None
+
+    def _pages_of(self, slots: Array) -> set[int]:
+        pages: list[int] = np.unique(slots[slots >= 0] // self.page_size).tolist()
+        return set(pages)
+
+    def _repage(self, lease: Lease) -> None:
+        pages = self._pages_of(lease.slots)
+        self.pool.lease(pages - lease.pages)
+        self.pool.unlease(lease.pages - pages)
+        lease.pages = pages
+
+    def check(self) -> None:
+        """Asserts what must hold between any two calls: every page accounted for, none with two owners of one slot."""
+        self.pool.check()
+        self.tree.check()
+        leased = [0] * self.pool.num_pages
+        for lease in self._leases:
+            assert lease.pages == self._pages_of(lease.slots)
+            for page in lease.pages:
+                leased[page] += 1
+        assert leased == self.pool.leases
+
+
+def _forgotten_mask(layout: Layout, num_tokens: int) -> Array:
+    mask = np.zeros(num_tokens, bool)
+    for run in layout.runs:
+        if run.state == FORGOTTEN:
+            mask[run.start : run.end] = True
+    return mask
+
+
+def _stretches(run: Array, resident: Array, start: int) -> list[tuple[int, int, bool]]:
+    """Maximal `(start, end, resident)` stretches of the set entries of `run`, of one residency each."""
+    kind = np.where(run, np.where(resident, 2, 1), 0)
+    cuts = np.flatnonzero(np.diff(kind)) + 1
+    edges = [0, *cuts.tolist(), len(kind)]
+    return [(start + a, start + b, bool(kind[a] == 2)) for a, b in itertools.pairwise(edges) if kind[a]]

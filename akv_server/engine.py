@@ -1,0 +1,236 @@
+"""The loop: schedule, forward, sample, commit. Owns the model, its KV, and the thread that runs them.
+
+Requests may be submitted and aborted from any thread at any time: the scheduler's state is touched under one lock,
+which is held while a step is decided and while it is committed, never while the model runs. A request that is aborted
+meanwhile gives its pages back at once; nothing can take them before the next step is decided.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from akv_kernels.plan import SequencePlan, build_plan
+from torch import Tensor
+
+from akv_server.cache import Cache
+from akv_server.errors import AkvError
+from akv_server.kv import KV
+from akv_server.model import Model, StepInput
+from akv_server.ops import History, Timeline
+from akv_server.radix import visible_mask
+from akv_server.sampler import logprobs, sample
+from akv_server.scheduler import GeneratedToken, Request, Running, Scheduler, Score, Step
+
+log = logging.getLogger("akv")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes of an engine. `max_step_tokens` bounds a step's prefill; while others decode it takes a quarter of that."""
+
+    num_pages: int
+    page_size: int = 16
+    max_step_tokens: int = 512
+    max_running: int = 64
+
+
+class Engine:
+    """Runs requests on one model. `start()` makes a thread that does so; without it, `step()` does one step."""
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        shape = model.config
+        self.model = model
+        self.config = config
+        self.kv = KV(
+            shape.num_layers,
+            config.num_pages,
+            config.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            model.kv_dtype,
+            model.device,
+        )
+        self.cache = Cache(config.num_pages, config.page_size, self.kv.copy_page)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_step_tokens=config.max_step_tokens,
+            max_running=config.max_running,
+            max_positions=shape.max_positions,
+        )
+        self.num_steps = 0
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    # Any thread ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the engine's thread."""
+        assert self._thread is None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="akv-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the step it is in. Requests on the way end with "abort"."""
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        with self._lock:
+            for request in [r.request for r in self.scheduler.running] + [e[0] for e in self.scheduler.waiting]:
+                self.scheduler.abort(request.request_id)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises AkvError at once where it can never run: `context_length_exceeded`,
+        `out_of_pages`, or a history that cannot hold."""
+        self.scheduler.check_request(request)
+        with self._work:
+            self.scheduler.submit(request)
+            self._work.notify()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees its pages at once; harmless when it is done already."""
+        with self._lock:
+            self.scheduler.abort(request_id)
+
+    def evict_all(self) -> int:
+        """Lets go of all KV that no running request holds; returns the number of pages freed."""
+        with self._lock:
+            return self.cache.evict_all()
+
+    def residency(self, salt: str, tokens: list[int], history: History) -> tuple[int, int]:
+        """`(visible tokens whose KV is there, pages they lie in)` of a stream. Mutates nothing."""
+        timeline = Timeline(history)
+        with self._lock:
+            match = self.cache.tree.match(salt, np.asarray(tokens, np.int32), timeline)
+        seen = match.slots[visible_mask(timeline.layout_at(len(tokens)), len(tokens))[: match.length]]
+        seen = seen[seen >= 0]
+        return len(seen), len(np.unique(seen // self.config.page_size))
+
+    def check(self) -> None:
+        """Asserts the cache's invariants."""
+        with self._lock:
+            self.cache.check()
+
+    def stats(self) -> dict[str, int]:
+        """Counters since start-up and the pool as it is now: the fields of `akv_sdk.types.CacheStats`."""
+        with self._lock:
+            pool, scheduler, tree = self.cache.pool, self.scheduler, self.cache.tree
+            return {
+                "page_size": pool.page_size,
+                "pages_total": pool.num_pages,
+                "pages_free": pool.num_free,
+                "pages_used": pool.num_pages - pool.num_free,
+                "pages_evictable": pool.num_evictable,
+                "pages_dead": len(pool.dead),
+                "tree_edges": tree.num_edges,
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting),
+                "tokens_cached": scheduler.tokens_cached,
+                "tokens_prefilled": scheduler.tokens_prefilled,
+                "tokens_replayed": scheduler.tokens_replayed,
+                "tokens_generated": scheduler.tokens_generated,
+                "pages_copied": self.cache.num_pages_copied,
+                "pages_evicted": tree.num_evicted_pages,
+                "preemptions": scheduler.num_preemptions,
+                "steps": self.num_steps,
+                "attention_launches": self.num_steps * self.model.config.num_layers,
+            }
+
+    # The engine's thread -------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._stopping or not self.scheduler.is_idle)
+                if self._stopping:
+                    return
+            self.step()
+
+    def step(self) -> bool:
+        """Decides one step, runs it and commits it. False where there was nothing to do. A failing step ends the
+        requests in it with `internal_error`; the others go on."""
+        with self._lock:
+            step = self.scheduler.schedule()
+        if step is None:
+            return False
+        try:
+            sampled, scores = self._run(step)
+        except Exception:
+            log.exception("a step of %d rows failed", len(step.token_ids))
+            with self._lock:
+                for running in dict.fromkeys(chunk.running for chunk in step.chunks):
+                    if running in self.scheduler.running:
+                        self.scheduler.fail(running, AkvError("internal_error", "the model failed on this step"))
+            return True
+        self.num_steps += 1
+        with self._lock:
+            self.scheduler.commit(step, sampled, scores)
+        return True
+
+    @torch.inference_mode()
+    def _run(self, step: Step) -> tuple[dict[Running, GeneratedToken], dict[int, Score]]:
+        device = self.model.device
+        sequences = [SequencePlan(range(c.start, c.end), c.pages, c.segments) for c in step.chunks]  # type: ignore[arg-type]
+        logits = self.model.forward(
+            StepInput(
+                torch.from_numpy(step.token_ids).to(device),
+                torch.from_numpy(step.positions).to(device),
+                torch.from_numpy(step.write_slots).to(device),
+                build_plan(sequences, self.model.rotary, self.config.page_size).to(device),
+                torch.tensor(step.logit_rows, dtype=torch.int64, device=device),
+            ),
+            self.kv.k_pages,
+            self.kv.v_pages,
+        )
+        return self._sample(step, logits), self._score(step, logits)
+
+    def _sample(self, step: Step, logits: Tensor) -> dict[Running, GeneratedToken]:
+        place = {row: i for i, row in enumerate(step.logit_rows)}
+        chunks = [chunk for chunk in step.chunks if chunk.samples]
+        if not chunks:
+            return {}
+        rows = logits[[place[c.first_row + c.end - c.start - 1] for c in chunks]]
+        for chunk in chunks:
+            if chunk.running.carried is None:
+                chunk.running.carried = chunk.running.request.sampling.generator()
+        params = [chunk.running.request.sampling for chunk in chunks]
+        generators = [chunk.running.carried for chunk in chunks]
+        ids = sample(rows, params, generators)  # type: ignore[arg-type]
+        sampled = {c.running: GeneratedToken(int(token)) for c, token in zip(chunks, ids.tolist(), strict=True)}
+        asked = [i for i, c in enumerate(chunks) if c.running.request.num_logprobs is not None]
+        if asked:
+            most = max(chunks[i].running.request.num_logprobs or 0 for i in asked)
+            for i, (logprob, top) in zip(asked, _scores(rows[asked], ids[asked], most), strict=True):
+                token = sampled[chunks[i].running]
+                token.logprob, token.top = logprob, top[: chunks[i].running.request.num_logprobs]
+        return sampled
+
+    def _score(self, step: Step, logits: Tensor) -> dict[int, Score]:
+        place = {row: i for i, row in enumerate(step.logit_rows)}
+        scores: dict[int, Score] = {}
+        for chunk in step.chunks:
+            if not chunk.scores:
+                continue
+            lease = chunk.running.lease
+            count = min(chunk.end, lease.num_tokens - 1) - chunk.start  # the last token has none behind it
+            rows = [place[chunk.first_row + i] for i in range(count)]
+            targets = torch.from_numpy(lease.tokens[chunk.start + 1 : chunk.start + 1 + count].astype(np.int64))
+            num_top = chunk.running.request.num_prompt_logprobs or 0
+            for i, score in enumerate(_scores(logits[rows], targets, num_top) if rows else ()):
+                scores[chunk.first_row + i] = score
+        return scores
+
+
+def _scores(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Score]:
+    chosen, ids, top = logprobs(logits, token_ids, num_top)
+    pairs = zip(ids.tolist(), top.tolist(), strict=True)
+    return [(c, list(zip(i, t, strict=True))) for c, (i, t) in zip(chosen.tolist(), pairs, strict=True)]
