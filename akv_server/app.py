@@ -1,0 +1,330 @@
+"""HTTP: every route, who may call it, how a body is read and how an error looks. The only module that imports FastAPI.
+
+Owns status codes, headers, server-sent events, API keys, the bound on bodies, and noticing that a client has left.
+Decides nothing about streams: that is `sessions.py`, and `completions.py` for running them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from akv_sdk import types
+from akv_server.completions import Completions
+from akv_server.errors import AkvError
+from akv_server.requests import ChatBody, CompletionBody, parse, read_json
+
+log = logging.getLogger("akv")
+
+MAX_BODY_BYTES = 32 * 2**20
+OPEN_ROUTES = ("/health", "/version")
+
+
+def create_app(
+    service: Completions, *, api_keys: Sequence[tuple[str, str]] = (), max_body_bytes: int = MAX_BODY_BYTES
+) -> FastAPI:
+    """The application around a running engine. `api_keys` are pairs of tenant and key; without any there is one tenant,
+    `""`."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.add_middleware(Front, api_keys=api_keys)
+    app.add_exception_handler(AkvError, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+    sessions, tokenizer = service.sessions, service.tokenizer
+    started_s = int(time.time())
+    model = {
+        "id": service.model,
+        "object": "model",
+        "created": started_s,
+        "owned_by": "akv",
+        "max_model_len": service.window,
+    }
+
+    async def body(request: Request) -> dict[str, Any]:
+        return read_json(await _read(request, max_body_bytes))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return CompletionResponse(service, request, parse(ChatBody, await body(request)))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return CompletionResponse(service, request, parse(CompletionBody, await body(request)))
+
+    @app.post("/v1/cache/drop")
+    async def drop(request: Request) -> Response:
+        return _json(await sessions.drop(_tenant(request), parse(types.DropRequest, await body(request))))
+
+    @app.post("/v1/cache/restore")
+    async def restore(request: Request) -> Response:
+        return _json(await sessions.restore(_tenant(request), parse(types.RestoreRequest, await body(request))))
+
+    @app.post("/v1/cache/repos")
+    async def repos(request: Request) -> Response:
+        return _json(await sessions.repos(_tenant(request), parse(types.ReposRequest, await body(request))))
+
+    @app.get("/v1/cache/sessions")
+    async def list_sessions(request: Request) -> Response:
+        return _json(sessions.list(_tenant(request)))
+
+    @app.get("/v1/cache/sessions/{name:path}")
+    async def session_info(request: Request, name: str) -> Response:
+        return _json(sessions.info(_tenant(request), name))
+
+    @app.delete("/v1/cache/sessions/{name:path}")
+    async def delete_session(request: Request, name: str) -> Response:
+        await sessions.delete(_tenant(request), name)
+        return JSONResponse({"session": name, "deleted": True})
+
+    @app.post("/v1/cache/sessions/{name:path}/fork")
+    async def fork_session(request: Request, name: str) -> Response:
+        data = await _read(request, max_body_bytes)
+        copy = parse(types.ForkRequest, read_json(data) if data.strip() else {}).session
+        return _json(await sessions.fork(_tenant(request), name, copy))
+
+    @app.get("/v1/cache/stats")
+    async def stats() -> Response:
+        return _json(types.CacheStats(sessions=len(sessions), **service.engine.stats()))
+
+    @app.post("/v1/render")
+    async def render(request: Request) -> Response:
+        fields = parse(types.RenderRequest, await body(request))
+        return _json(await asyncio.to_thread(service.render, fields))
+
+    @app.post("/tokenize")
+    @app.post("/v1/tokenize")
+    async def tokenize(request: Request) -> Response:
+        fields = parse(types.TokenizeRequest, await body(request))
+        return _json(await asyncio.to_thread(service.tokenize, fields))
+
+    @app.post("/detokenize")
+    @app.post("/v1/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return _json(service.detokenize(parse(types.DetokenizeRequest, await body(request))))
+
+    @app.get("/v1/tokenizer")
+    async def published_tokenizer() -> Response:
+        return _json(tokenizer.published())
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        service.check_model(name)
+        return JSONResponse(model)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return JSONResponse({"version": version("akv")})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(_prometheus(service.engine.stats(), len(sessions)))
+
+    return app
+
+
+class Front:
+    """What stands before every route: a request id, the API key, and an answer even where we fail."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[tuple[str, str]]) -> None:
+        self._app = app
+        self._api_keys = [(tenant, key.encode()) for tenant, key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id", b""))
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+            await send(message)
+
+        scope["akv.tenant"] = self._tenant(headers.get(b"authorization", b""))
+        try:
+            if scope["akv.tenant"] is None and scope["path"] not in OPEN_ROUTES:
+                response = _error_reply(AkvError("unauthorized", "no valid API key: send Authorization: Bearer KEY"))
+                response.headers["WWW-Authenticate"] = "Bearer"
+                await response(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
+        except Exception:
+            log.exception("request %s failed: %s %s", request_id.decode(), scope["method"], scope["path"])
+            if not has_started:
+                message = "the server failed to answer this request; its log says why"
+                await _error_reply(AkvError("internal_error", message))(scope, receive, send_with_id)
+
+    def _tenant(self, authorization: bytes) -> str | None:
+        """Whose key this is. Compares with every key, in time that does not depend on how much of one is right."""
+        if not self._api_keys:
+            return ""
+        scheme, _, given = authorization.partition(b" ")
+        found = None
+        for tenant, key in self._api_keys:
+            if hmac.compare_digest(given.strip(), key):
+                found = tenant
+        return found if scheme.lower() == b"bearer" else None
+
+
+class CompletionResponse(Response):
+    """Runs a completion for as long as its client listens. Streams start with the first token, so that whatever fails
+    before it has an error status of its own."""
+
+    def __init__(self, service: Completions, request: Request, fields: ChatBody | CompletionBody) -> None:
+        super().__init__()
+        self._service = service
+        self._fields = fields
+        self._tenant = _tenant(request)
+        self._header_session = request.headers.get("x-akv-session")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_all = self._stream(send) if self._fields.stream else self._send_whole(scope, receive, send)
+        await _while_connected(receive, send_all)
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._service.run(self._tenant, self._header_session, self._fields) as completion:
+            body = await completion.whole()
+        await JSONResponse(body)(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        has_started = False
+
+        async def put(data: str, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+
+        try:
+            async with self._service.run(self._tenant, self._header_session, self._fields) as completion:
+                async for chunk in completion.chunks():
+                    if not has_started:
+                        has_started = True
+                        headers = [
+                            (b"content-type", b"text/event-stream; charset=utf-8"),
+                            (b"cache-control", b"no-cache"),
+                        ]
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    await put(_dumps(chunk))
+        except AkvError as error:
+            if not has_started:
+                raise
+            await put(_dumps(_envelope(error)))
+        except Exception:
+            if not has_started:
+                raise
+            log.exception("a stream failed")
+            await put(_dumps(_envelope(AkvError("internal_error", "the server failed in the middle of this answer"))))
+        await put("[DONE]", more=False)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end, or cancels it the moment the client hangs up. The body must have been read before."""
+
+    async def hung_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.create_task(work), asyncio.create_task(hung_up())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.wait((task,))
+    if not task.cancelled():
+        task.result()
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """The body, if it is not too large. What is beyond the bound is read and thrown away for a while, so that a client
+    that only listens once it has sent everything hears the refusal."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= max_bytes:
+            parts.append(part)
+        elif size > 8 * max_bytes:
+            break
+        else:
+            parts.clear()
+    if size > max_bytes:
+        raise AkvError("request_too_large", f"the body is larger than {max_bytes} bytes")
+    return b"".join(parts)
+
+
+def _tenant(request: Request) -> str:
+    return str(request.scope["akv.tenant"])
+
+
+def _request_id(given: bytes) -> bytes:
+    """The client's own id if it is a plain short one."""
+    is_plain = 0 < len(given) <= 100 and all(c in b"-_.:" or chr(c).isalnum() for c in given) and given.isascii()
+    return given if is_plain else uuid.uuid4().hex.encode()
+
+
+def _json(body: Any) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")
+
+
+def _dumps(body: Any) -> str:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+
+
+def _envelope(error: AkvError) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 413: "invalid_request_error"}
+    kind = kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    body = types.ErrorBody(message=error.message, type=kind, param=error.param, code=error.code)
+    return types.ErrorReply(error=body).model_dump()
+
+
+def _error_reply(error: AkvError) -> Response:
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(math.ceil(error.retry_after_s))}
+    return JSONResponse(_envelope(error), status_code=error.status, headers=headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AkvError)
+    return _error_reply(error)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return _error_reply(AkvError("not_found", f"there is no route {request.method} {request.url.path}"))
+    reply = AkvError("invalid_request", f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse(_envelope(reply), status_code=error.status_code, headers=error.headers)
+
+
+def _prometheus(stats: dict[str, int], num_sessions: int) -> str:
+    """The counters in Prometheus' text format. What only grows since start-up is a counter, the rest are gauges."""
+    counters = ("tokens_", "pages_copied", "pages_evicted", "preemptions", "steps", "attention_launches")
+    lines = []
+    for name, value in {**stats, "sessions": num_sessions}.items():
+        is_counter = name.startswith(counters)
+        full = f"akv_{name}_total" if is_counter else f"akv_{name}"
+        lines += [f"# TYPE {full} {'counter' if is_counter else 'gauge'}", f"{full} {value}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,228 @@
+"""Running completions: from a checked body to reply bodies, whole or in chunks, on a session or on none.
+
+Owns what joins the parts: the body's fields, the prompt it makes, the generation, and the `akv` object of the reply.
+Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from akv_sdk import types
+from akv_server import replies, streams
+from akv_server.chat import Chat
+from akv_server.errors import AkvError
+from akv_server.generation import Generation, Runs, Work
+from akv_server.model import ModelConfig
+from akv_server.prompts import ChatPrompt, Prompt, TextPrompt, render
+from akv_server.requests import ChatBody, CompletionBody
+from akv_server.sessions import Cache, Sessions, Turn
+from akv_server.tokenizer import Tokenizer
+
+
+class RunningEngine(Runs, Cache, Protocol):
+    """The engine, as this layer and those above use it."""
+
+    def stats(self) -> dict[str, int]: ...
+
+
+class PoolSize(Protocol):
+    """What is asked of the engine's config."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+
+class Completions:
+    """The service around a running engine: everything the routes need. `window` is the model's number of positions."""
+
+    def __init__(self, engine: RunningEngine, tokenizer: Tokenizer, config: ModelConfig, *, pool: PoolSize) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model = config.name
+        self.window = config.max_positions
+        self.pool_tokens = pool.num_pages * pool.page_size
+        self.chat = Chat(tokenizer)
+        self._num_vocab = config.vocab_size
+        self.sessions = Sessions(engine, window=self.window, page_size=pool.page_size)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `model_not_found` unless `name` is the loaded model's id, "default", or left out."""
+        if name not in (None, "default", self.model):
+            message = f"the model {name[:200]!r} is not loaded; this server has {self.model!r}"
+            raise AkvError("model_not_found", message, param="model")
+
+    @asynccontextmanager
+    async def run(
+        self, tenant: str, header_session: str | None, body: ChatBody | CompletionBody
+    ) -> AsyncIterator[Completion]:
+        """A completion that runs until the block ends; leaving it early aborts the work. Raises AkvError, with nothing
+        changed, for whatever can be known before."""
+        self.check_model(body.model)
+        prompt = await asyncio.to_thread(self._prompt, body)  # rendering a long one takes a while
+        akv = body.akv or types.AkvRequest()
+        async with self.sessions.turn(
+            tenant,
+            akv.session or _checked_name(header_session) or body.prompt_cache_key,
+            prompt.continued,
+            cache_salt=body.cache_salt,
+            ops=akv.ops,
+            on_miss=akv.on_miss,
+        ) as turn:
+            generation = Generation(self.engine, self.tokenizer, self._work(body, prompt, turn))
+            try:
+                generation.start()
+                self.sessions.keep_prompt(turn)
+                yield Completion(self, body, prompt, turn, generation)
+            except AkvError as error:
+                field = "messages" if isinstance(body, ChatBody) else "prompt"
+                error.param = error.param or (field if error.status == 400 else None)
+                raise
+            finally:
+                generation.abort()
+
+    def _prompt(self, body: ChatBody | CompletionBody) -> Prompt:
+        if isinstance(body, ChatBody):
+            return ChatPrompt(body, self.chat)
+        return TextPrompt(body, self.tokenizer, self._num_vocab)
+
+    def _work(self, body: ChatBody | CompletionBody, prompt: Prompt, turn: Turn) -> Work:
+        is_scored = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
+        stop_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else prompt.stop_ids)
+        layout = turn.stream.layout
+        room = max(min(self.window - layout.next_position, self.pool_tokens - layout.num_visible), 1)
+        return Work(
+            salt=turn.salt,
+            tokens=turn.stream.tokens,
+            history=turn.stream.timeline.history,
+            num_known=turn.stream.num_known,
+            sampling=body.sampling,
+            max_tokens=room if body.max_new_tokens is None else body.max_new_tokens,
+            stops=tuple(body.stops),
+            stop_token_ids=frozenset(stop_ids),
+            num_choices=body.num_choices,
+            num_logprobs=body.num_logprobs,
+            num_prompt_logprobs=body.num_logprobs if is_scored else None,
+        )
+
+    def render(self, body: types.RenderRequest) -> types.RenderReply:
+        """The stream that a chat request would have, without running it."""
+        self.check_model(body.model)
+        stream = render(body, self.chat)
+        text = self.tokenizer.decode(stream.tokens, skip_special=False)
+        return types.RenderReply(tokens=stream.tokens, text=text, spans=stream.spans())
+
+    def tokenize(self, body: types.TokenizeRequest) -> types.TokenizeReply:
+        self.check_model(body.model)
+        tokens = self.tokenizer.encode(body.prompt, parse_special=body.parse_special)
+        if body.add_special_tokens and self.tokenizer.bos_token_id is not None and self.tokenizer.add_bos:
+            tokens = [self.tokenizer.bos_token_id, *tokens]
+        return types.TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self.window)
+
+    def detokenize(self, body: types.DetokenizeRequest) -> types.DetokenizeReply:
+        self.check_model(body.model)
+        return types.DetokenizeReply(prompt=self.tokenizer.decode(body.tokens, skip_special=False))
+
+
+class Completion:
+    """One completion under way. Ask once for `whole()` or `chunks()`."""
+
+    def __init__(
+        self,
+        service: Completions,
+        body: ChatBody | CompletionBody,
+        prompt: Prompt,
+        turn: Turn,
+        generation: Generation,
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._prompt = prompt
+        self._turn = turn
+        self._generation = generation
+        self._num_visible_prompt_tokens = turn.stream.layout.num_visible
+        self._replies = replies.Replies(
+            service.tokenizer,
+            service.model,
+            chat=isinstance(body, ChatBody),
+            token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        )
+
+    async def whole(self) -> replies.Body:
+        """The reply body, once all is generated."""
+        async for _ in self._generation.pieces():
+            pass
+        prompt = None
+        if isinstance(self._body, CompletionBody) and self._body.echo:
+            outcome = self._generation.choices[0].outcome
+            tokens = self._turn.stream.tokens
+            prompt = replies.Echo(self._service.tokenizer, tokens, outcome)
+        akv = self._finish()
+        bodies = [self._replies.choice(c, prompt, self._body.num_logprobs) for c in self._generation.choices]
+        return self._replies.whole(bodies, self._usage(), akv)
+
+    async def chunks(self) -> AsyncIterator[replies.Body]:
+        """The reply in chunks, as it is generated. The last one carries `akv`; `usage` comes with it if asked for."""
+        body, build = self._body, self._replies
+        is_chat = isinstance(body, ChatBody)
+        wants_tokens = body.num_logprobs is not None or bool(body.return_token_ids)
+        begun: set[int] = set()
+        num_running = body.num_choices
+        async for piece in self._generation.pieces():
+            if is_chat and piece.choice not in begun:
+                begun.add(piece.choice)
+                yield build.chunk([build.first(piece.choice)])
+            tokens = [piece.token] if piece.token else []
+            if piece.text or (tokens and wants_tokens):
+                offset = len(self._generation.choices[piece.choice].text) - len(piece.text)
+                yield build.chunk([build.part(piece.choice, piece.text, tokens, offset, body.num_logprobs)])
+            if piece.outcome:
+                num_running -= 1
+                last = build.last(piece.choice, piece.outcome)
+                if num_running:
+                    yield build.chunk([last])
+                    continue
+                akv = self._finish()
+                if body.stream_options and body.stream_options.include_usage:
+                    yield build.chunk([last])
+                    yield build.chunk([], usage=self._usage(), akv=akv)
+                else:
+                    yield build.chunk([last], akv=akv)
+
+    def _finish(self) -> replies.Body:
+        """The session goes on with the first choice. Returns the `akv` object."""
+        choice = self._generation.choices[0]
+        outcomes = [c.outcome for c in self._generation.choices if c.outcome]
+        turn = self._turn
+        after = self._prompt.answered(turn.stream, choice.token_ids, choice.text)
+        self._service.sessions.keep_answer(turn, after)
+        layout = turn.stream.layout
+        return types.AkvReply(
+            session=turn.session.name if turn.session else None,
+            stream_tokens=len(turn.stream.tokens),
+            visible_tokens=layout.num_visible,
+            dropped_tokens=len(turn.stream.tokens) - layout.num_visible,
+            prefilled_tokens=sum(outcome.prefilled_tokens for outcome in outcomes),
+            replayed_tokens=sum(outcome.replayed_tokens for outcome in outcomes),
+            next_position=layout.next_position,
+            spans=turn.stream.spans(),
+            ops=[streams.wire_of(op) for op in turn.stream.timeline.history],
+            warnings=self._body.warnings() + turn.warnings,
+        ).model_dump(mode="json")
+
+    def _usage(self) -> replies.Body:
+        return replies.usage(self._num_visible_prompt_tokens, self._generation.choices)
+
+
+def _checked_name(name: str | None) -> str | None:
+    """The session of the header, held to the same length as in a body. An empty header is none."""
+    if name and len(name) > 200:
+        raise AkvError("invalid_request", "X-AKV-Session: at most 200 characters", param="X-AKV-Session")
+    return name or None

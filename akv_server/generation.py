@@ -1,0 +1,183 @@
+"""Running one completion on the engine: its choices, their text, stop strings, and giving up early.
+
+Owns the way from the engine's thread to the event loop, text cut at stop strings, and aborting. Knows neither HTTP nor
+the shape of a reply, and of sessions only the prompt they hand it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from akv_server.ops import History
+from akv_server.sampler import SamplingParams
+from akv_server.scheduler import GeneratedToken, Outcome, Request
+from akv_server.tokenizer import Tokenizer
+
+
+class Runs(Protocol):
+    """The part of the engine that is used here."""
+
+    def submit(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """What to run: `num_choices` continuations of one prompt.
+
+    `seed + i` seeds choice i, so that equal requests give equal choices and the choices differ. `num_known` is the
+    number of prompt tokens that the session had computed before.
+    """
+
+    salt: str
+    tokens: list[int]
+    history: History
+    num_known: int
+    sampling: SamplingParams
+    max_tokens: int
+    stops: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    num_choices: int = 1
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A bit of a choice, in order. `token` is None for text that was held back and let go at the end; `outcome` is set
+    on the last piece of a choice."""
+
+    choice: int
+    text: str
+    token: GeneratedToken | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass
+class Choice:
+    """What came of one choice so far. `text` ends before the stop string; `tokens` include those that made it."""
+
+    index: int
+    text: str = ""
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    token_offsets: list[int] = field(default_factory=list)  # len(text) before each token's text
+    outcome: Outcome | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+
+class TextOut:
+    """Generated text, piece by piece, without what may yet become a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self._decoder = tokenizer.decode_stream()
+        self._stops = stops
+        self._held = ""
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """`(text that is certain now, whether a stop string is complete)`; text from the stop string on is gone."""
+        self._held += self._decoder.push(token_id)
+        found = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
+        if found >= 0:
+            text, self._held = self._held[:found], ""
+            return text, True
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text, False
+
+    def finish(self) -> str:
+        """What was held back; the end of the text."""
+        text, self._held = self._held + self._decoder.finish(), ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Generation:
+    """One completion on its way. Make it, `start()` it, iterate over its pieces; `abort()` it if nobody listens."""
+
+    def __init__(self, engine: Runs, tokenizer: Tokenizer, work: Work) -> None:
+        self._engine = engine
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self.choices = [Choice(i) for i in range(work.num_choices)]
+        self._requests = [self._request(i, tokenizer, work) for i in range(work.num_choices)]
+        self._num_running = 0
+
+    def start(self) -> None:
+        """Hands the work to the engine. Raises AkvError, with nothing left running, when it can never run."""
+        try:
+            for request in self._requests:
+                self._engine.submit(request)
+                self._num_running += 1
+        except BaseException:
+            self.abort()
+            raise
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Every piece of every choice, as they come, until all choices are done. Fills `choices` on the way.
+
+        Raises the AkvError that ended a choice, having aborted the others.
+        """
+        while self._num_running:
+            piece = await self._pieces.get()
+            choice = self.choices[piece.choice]
+            if piece.token is not None:
+                choice.tokens.append(piece.token)
+                choice.token_offsets.append(len(choice.text))
+            choice.text += piece.text
+            if piece.outcome is not None:
+                choice.outcome = piece.outcome
+                self._num_running -= 1
+                if piece.outcome.error is not None:
+                    self.abort()
+                    raise piece.outcome.error
+            yield piece
+
+    def abort(self) -> None:
+        """Ends what still runs, at once. Harmless when all is done."""
+        for request, choice in zip(self._requests, self.choices, strict=True):
+            if choice.outcome is None:
+                self._engine.abort(request.request_id)
+
+    def _request(self, index: int, tokenizer: Tokenizer, work: Work) -> Request:
+        out = TextOut(tokenizer, work.stops)
+        seed = work.sampling.seed
+
+        def put(piece: Piece) -> None:  # on the engine's thread; a loop that is closed has no listener left
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+        def on_token(token: GeneratedToken) -> str | None:
+            text, is_stop = out.push(token.token_id)
+            put(Piece(index, text, token))
+            return "stop" if is_stop else None
+
+        def on_done(outcome: Outcome) -> None:
+            put(Piece(index, out.finish(), outcome=outcome))
+
+        return Request(
+            request_id=uuid.uuid4().hex,
+            salt=work.salt,
+            tokens=work.tokens,
+            history=work.history,
+            sampling=work.sampling if seed is None else replace(work.sampling, seed=seed + index),
+            max_tokens=work.max_tokens,
+            stop_token_ids=work.stop_token_ids,
+            num_logprobs=work.num_logprobs,
+            num_prompt_logprobs=work.num_prompt_logprobs if index == 0 else None,
+            num_known=work.num_known if index == 0 else len(work.tokens),
+            on_token=on_token,
+            on_done=on_done,
+        )

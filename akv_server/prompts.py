@@ -1,0 +1,115 @@
+"""From the body of a request to the stream that it asks for: where rendered messages meet a session's stream.
+
+Owns which of a request's messages a stream has already, and what an answer adds to it. What messages look like to the
+model is `chat.py`'s; what becomes of ops is `streams.py`'s. Knows neither engine nor HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from dataclasses import replace
+
+from akv_sdk import types
+from akv_server import streams
+from akv_server.chat import Chat, Piece, normalise_for_matching
+from akv_server.errors import AkvError
+from akv_server.requests import ChatBody, CompletionBody
+from akv_server.streams import Block, Continued, Message, Stream
+from akv_server.tokenizer import Tokenizer
+
+
+class TextPrompt:
+    """A prompt that is the whole stream, as a text or as token ids."""
+
+    def __init__(self, body: CompletionBody, tokenizer: Tokenizer, num_vocab: int) -> None:
+        self.stop_ids = tokenizer.eos_token_ids
+        self._tokens = _tokens_of(body.prompt, tokenizer) if isinstance(body.prompt, str) else body.prompt
+        if not self._tokens:
+            raise AkvError("invalid_request", "prompt: must not be empty", param="prompt")
+        if max(self._tokens) >= num_vocab:
+            at = next(i for i, token_id in enumerate(self._tokens) if token_id >= num_vocab)
+            message = f"prompt[{at}]: the model has no token {self._tokens[at]}"
+            raise AkvError("invalid_request", message, param=f"prompt[{at}]")
+
+    def continued(self, stream: Stream) -> Continued:
+        """What becomes of a session's stream."""
+        return streams.continued(stream, self._tokens)
+
+    def answered(self, stream: Stream, generated: list[int], text: str) -> Stream:
+        """The prompt's stream with what was generated."""
+        return replace(stream, tokens=stream.tokens + generated)
+
+
+class ChatPrompt:
+    """A prompt of messages. Those that a stream has already keep the token ids that they have there."""
+
+    def __init__(self, body: ChatBody | types.RenderRequest, chat: Chat) -> None:
+        self.stop_ids = chat.end_ids
+        self._chat = chat
+        self._rendered = chat.render(body.messages, body.tools, body.add_generation_prompt)
+        self._identities = [normalise_for_matching(message) for message in body.messages]
+        self._head = json.dumps(body.tools, sort_keys=True) if body.tools else None
+
+    def continued(self, stream: Stream) -> Continued:
+        """What becomes of a session's stream: the messages that it shares with the request, and the rest anew."""
+        num_kept = 0
+        if self._head == stream.head:
+            same = [a == b.identity for a, b in zip(self._identities, stream.messages, strict=False)]
+            num_kept = same.index(False) if False in same else len(same)
+        messages = list(stream.messages[:num_kept])
+        tokens = stream.tokens[: messages[-1].end] if messages else []
+        if messages and messages[-1].is_open:
+            tokens += self._chat.assistant_tail(tokens[messages[-1].content_start :])
+            messages[-1] = replace(messages[-1], end=len(tokens), is_open=False)
+        for i in range(num_kept, len(self._identities)):
+            piece = self._rendered.piece(i)
+            messages.append(_placed(piece, len(tokens), self._identities[i]))
+            tokens += piece.tokens
+        differs = num_kept < min(len(stream.messages), len(self._identities))
+        tokens += self._rendered.generation
+        return streams.continued(stream, tokens, tuple(messages), self._head, num_kept if differs else None)
+
+    def answered(self, stream: Stream, generated: list[int], text: str) -> Stream:
+        """The prompt's stream with what was generated, as a message that is known by `text` when it comes back.
+
+        Where nothing was generated, what opens the model's turn goes again: the next message may be anybody's.
+        """
+        end = stream.messages[-1].end
+        if not generated:
+            shorter, num_lost = stream.truncated(end)
+            return stream if num_lost else shorter
+        piece = self._chat.generated_piece(self._rendered, generated, len(stream.messages))
+        identity = normalise_for_matching({"role": "assistant", "content": text})
+        tokens = stream.tokens + generated
+        message = replace(_placed(piece, end, identity), end=len(tokens), is_open=True)
+        return replace(stream, tokens=tokens, messages=(*stream.messages, message))
+
+
+Prompt = TextPrompt | ChatPrompt
+
+
+def render(body: types.RenderRequest, chat: Chat) -> Stream:
+    """The stream that a chat request would have on a new session."""
+    return ChatPrompt(body, chat).continued(Stream()).stream
+
+
+def _tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Special tokens in the text are what they name: the caller writes the whole stream here, template and all."""
+    tokens = tokenizer.encode(text, parse_special=True)
+    bos = tokenizer.bos_token_id
+    return [bos, *tokens] if tokenizer.add_bos and bos is not None and tokens[:1] != [bos] else tokens
+
+
+def _placed(piece: Piece, start: int, identity: Hashable) -> Message:
+    a, b = piece.content
+    return Message(
+        identity=identity,
+        role=piece.role,
+        start=start,
+        end=start + len(piece.tokens),
+        content_start=start + a,
+        content_end=start + b,
+        tool_call_id=piece.tool_call_id,
+        blocks=tuple(Block(id_, start + begin, start + end) for id_, begin, end in piece.blocks),
+    )

@@ -1,0 +1,216 @@
+"""Bodies of completion requests, checked: what OpenAI names, what vLLM adds to it, and the `akv` object.
+
+Owns names, bounds and defaults of the fields of `/v1/chat/completions` and `/v1/completions`, reading JSON, and turning
+any misfit into an `invalid_request` that names the field. Knows neither HTTP nor sessions nor the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+
+from akv_sdk.types import AkvRequest
+from akv_server.errors import AkvError
+from akv_server.sampler import SamplingParams
+
+MAX_CHOICES = 32
+MAX_LOGPROBS = 20
+
+# Fields of the OpenAI API that change nothing in what a self-hosted model answers: taken and left aside without a word.
+SILENT_FIELDS = frozenset(
+    ("user", "metadata", "store", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_retention")
+    + ("verbosity", "modalities", "reasoning_effort", "best_of", "suffix")
+)
+# Fields that would change the answer if they were supported, with the values that ask for nothing.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "tool_choice": (None, "auto", "none"),
+    "response_format": (None, {"type": "text"}),
+    "context_management": (None, {}, {"edits": []}),
+}
+
+TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool = False
+
+
+class CompletionFields(BaseModel):
+    """What both completion routes share. `None` always means "not given"."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1000)] | None = None
+    ignore_eos: bool = False
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    prompt_cache_key: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    akv: AkvRequest | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+        )
+
+    def warnings(self) -> list[str]:
+        """One line for each field that was given and has no effect here."""
+        extra = self.model_extra or {}
+        unsupported = [name for name, neutral in NEUTRAL_VALUES.items() if name in extra and extra[name] not in neutral]
+        unknown = [name for name in extra if name not in SILENT_FIELDS and name not in NEUTRAL_VALUES]
+        return [f"{name}: not supported, left aside" for name in unsupported] + [
+            f"{name[:100]}: not a field of this request, left aside" for name in unknown
+        ]
+
+
+class ChatBody(CompletionFields):
+    """Body of `POST /v1/chat/completions`. `messages` and `tools` are checked where they are rendered."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=100_000)]
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    add_generation_prompt: bool = True
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionBody(CompletionFields):
+    """Body of `POST /v1/completions`. One prompt: a text, or the token ids of the whole stream."""
+
+    prompt: str | Annotated[list[TokenId], Field(max_length=10_000_000)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return 16 if self.max_tokens is None else self.max_tokens  # the API's own default
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """The JSON object in `data`; anything else is an `invalid_request`, halves of surrogate pairs among it."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise AkvError("invalid_request", f"the body is not valid UTF-8 (byte {error.start})") from None
+    try:
+        body = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise AkvError("invalid_request", "the body is nested too deeply") from None
+    except ValueError as error:
+        raise AkvError("invalid_request", f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise AkvError("invalid_request", f"the body must be a JSON object, not {_json_type(body)}")
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_surrogates(body, "")
+    return body
+
+
+def parse(kind: type[M], body: dict[str, Any]) -> M:
+    """`body` as a `kind`, or an error that names the deepest field at fault."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        found = [(_path(item["loc"], body), item) for item in error.errors(include_url=False, include_context=False)]
+    param, item = max(found, key=lambda entry: (entry[0].count("[") + entry[0].count("."), -found.index(entry)))
+    message = item["msg"].removeprefix("Value error, ")
+    head, colon, rest = message.partition(": ")
+    if (
+        item["type"] == "value_error" and colon and head.isidentifier()
+    ):  # the contract's validators begin with the field
+        param, message = f"{param}.{head}" if param else head, rest
+    is_range = item["type"] in ("less_than", "greater_than_equal") and _names_an_index(param)
+    raise AkvError("span_out_of_range" if is_range else "invalid_request", f"{param or 'body'}: {message}", param=param)
+
+
+def _names_an_index(param: str) -> bool:
+    name = param.rpartition(".")[2].partition("[")[0]
+    return name in ("spans", "pages", "start", "end", "at")
+
+
+def _path(loc: tuple[int | str, ...], body: Any) -> str:
+    """`("spans", 0, 1)` as `spans[0][1]`, leaving out the names that pydantic puts between for unions."""
+    path, here = "", body
+    for step in loc:
+        if isinstance(step, int) and isinstance(here, list | tuple):
+            path, here = f"{path}[{step}]", here[step] if step < len(here) else None
+        elif isinstance(step, str) and isinstance(here, dict):
+            path, here = f"{path}.{step}" if path else step, here.get(step)
+    return path
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _refuse_surrogates(value: Any, path: str) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise AkvError(
+                "invalid_request", f"{path}: holds half a surrogate pair, which is no character", param=path
+            ) from None
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_surrogates(key, path)
+            _refuse_surrogates(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _refuse_surrogates(item, f"{path}[{i}]")
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

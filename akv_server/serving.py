@@ -1,0 +1,85 @@
+"""From a loaded model to a server that listens: sizes the pool, starts the engine, runs uvicorn. Owns no state."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import uvicorn
+
+from akv_server.app import create_app
+from akv_server.completions import Completions
+from akv_server.engine import Engine, EngineConfig
+from akv_server.loader import LoadedModel
+
+PAGE_SIZE = 16
+POOL_SHARE = 0.5  # of the memory that is free once the weights are loaded
+GRACE_S = 5  # for answers under way when the server is told to stop
+
+
+def default_pool_tokens(loaded: LoadedModel, device: str) -> int:
+    """Room for one full window, or for as much as half of the free memory holds."""
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(loaded.config.max_positions, max(int(free * POOL_SHARE / pool_bytes(loaded, 1)), PAGE_SIZE))
+
+
+def pool_bytes(loaded: LoadedModel, num_tokens: int) -> int:
+    """Bytes that K and V of so many tokens take, over all layers."""
+    config = loaded.config
+    num_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return num_tokens * num_values * loaded.model.kv_dtype.itemsize
+
+
+@contextmanager
+def running(loaded: LoadedModel, *, pool_tokens: int, max_running: int) -> Iterator[Completions]:
+    """The service around a started engine, which is stopped at the end."""
+    num_pages = -(-pool_tokens // PAGE_SIZE)
+    engine = Engine(loaded.model, EngineConfig(num_pages, PAGE_SIZE, max_running=max_running))
+    engine.start()
+    try:
+        yield Completions(engine, loaded.tokenizer, loaded.config, pool=engine.config)
+    finally:
+        engine.stop()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError, most often because the port is taken."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":  # elsewhere it would let two servers share a port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(service: Completions, api_keys: Sequence[tuple[str, str]]) -> uvicorn.Server:
+    app = create_app(service, api_keys=tuple(api_keys))
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S, ws="none"
+        )
+    )
+
+
+def serve(listener: socket.socket, service: Completions, api_keys: Sequence[tuple[str, str]]) -> None:
+    """Serves until told to stop (SIGINT or SIGTERM, which then raise KeyboardInterrupt here)."""
+    asyncio.run(make_server(service, api_keys).serve(sockets=[listener]))

@@ -1,0 +1,291 @@
+"""One session's stream as a value: its tokens, the messages in it, its ops; and what each request makes of them.
+
+Owns continuing a stream with a prompt (and what goes when the two differ), working out `drop`, `restore` and `repos`
+on it, and naming blocks and pages as spans. Pure: every function returns a new stream or raises and changes nothing.
+Knows neither the engine nor sessions, names and waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from akv_sdk import types
+from akv_server.errors import AkvError
+from akv_server.ops import History, Layout, Op, Timeline, common_prefix
+
+LOGICAL_PAGE = 16  # tokens; what `pages` counts in a drop, whatever the pool's page size
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A marked part of a message; `[start, end)` are the stream indexes of its inside."""
+
+    id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message in a stream. `[start, end)` includes what the template puts around it; `identity` is what a message
+    of a later request must have to be taken for this one. `is_open`: it was generated, and what the template puts
+    behind it does not stand in the stream yet."""
+
+    identity: Hashable
+    role: str
+    start: int
+    end: int
+    content_start: int
+    content_end: int
+    tool_call_id: str | None = None
+    blocks: tuple[Block, ...] = ()
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The tokens of a session with what is known of them. Immutable; `tokens` is never changed in place.
+
+    `num_known` counts the first tokens whose KV was computed under this history before: computing one of them again is
+    a replay. `head` identifies what the template makes of a request besides its messages (its tools).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    messages: tuple[Message, ...] = ()
+    timeline: Timeline = field(default_factory=Timeline)
+    num_known: int = 0
+    head: Hashable = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.timeline.layout_at(len(self.tokens))
+
+    def spans(self) -> list[types.MessageSpan]:
+        """The messages with their blocks, as the wire shows them."""
+        layout = self.layout
+        return [
+            types.MessageSpan(
+                message=i,
+                role=m.role,
+                start=m.start,
+                end=m.end,
+                content_start=m.content_start,
+                content_end=m.content_end,
+                tool_call_id=m.tool_call_id,
+                blocks=[
+                    types.Block(
+                        id=b.id,
+                        start=b.start,
+                        end=b.end,
+                        visible=b.start == b.end or layout.num_visible_in(b.start, b.end) > 0,
+                    )
+                    for b in m.blocks
+                ],
+            )
+            for i, m in enumerate(self.messages)
+        ]
+
+    def with_history(self, history: History) -> Stream:
+        """The same tokens under another history. Raises AkvError with `param` = `ops[i]` where it cannot hold."""
+        for i, op in enumerate(history):
+            if op.at > len(self.tokens) or (op.end or 0) > len(self.tokens):
+                message = f"ops[{i}] lies beyond the stream, which has {len(self.tokens)} tokens"
+                raise AkvError("span_out_of_range", message, param=f"ops[{i}]")
+        timeline = Timeline(history)
+        num_known = common_prefix(self.timeline, timeline, self.num_known)
+        return replace(self, timeline=timeline, num_known=num_known)
+
+    def truncated(self, num_tokens: int) -> tuple[Stream, int]:
+        """The first `num_tokens` tokens, and how many ops went because they took effect behind that.
+
+        What was forgotten before that stays forgotten, as far as it reaches.
+        """
+        kept: list[Op] = []
+        for op in self.timeline.history:
+            if op.mode == "forget" and op.end is not None and op.end > num_tokens:
+                op = replace(op, end=num_tokens)
+                if op.start >= num_tokens:
+                    continue
+            if op.at <= num_tokens:
+                kept.append(op)
+        timeline = self.timeline
+        while tuple(kept) != timeline.history:
+            try:
+                timeline = Timeline(tuple(kept))
+            except AkvError:  # a forget cut short can leave a later op without room
+                kept.pop()
+        stream = replace(
+            self,
+            tokens=self.tokens[:num_tokens],
+            messages=tuple(m for m in self.messages if m.end <= num_tokens),
+            timeline=timeline,
+            num_known=min(num_tokens, common_prefix(self.timeline, timeline, self.num_known)),
+        )
+        return stream, len(self.timeline.history) - len(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A stream that went on with a prompt. `num_common` tokens were there before; `num_lost` ops lay behind them and
+    are gone; `first_different` is the first message that differs from the stream's own, if one does."""
+
+    stream: Stream
+    num_common: int
+    num_lost: int
+    first_different: int | None = None
+
+
+def continued(
+    stream: Stream,
+    tokens: list[int],
+    messages: tuple[Message, ...] = (),
+    head: Hashable = None,
+    first_different: int | None = None,
+) -> Continued:
+    """The stream of a new prompt, which keeps the ops that hold within what both have in common."""
+    common = num_common(stream.tokens, tokens)
+    kept, num_lost = stream.truncated(common)
+    after = replace(kept, tokens=tokens, messages=messages or kept.messages, head=head)
+    return Continued(after, common, num_lost, first_different)
+
+
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if a[i] != b[i])
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """A stream after an op request: what it made invisible, visible or moved, and the ops that now stand for it."""
+
+    stream: Stream
+    changed: int
+    applied: list[Op]
+
+
+def drop(stream: Stream, spans: Sequence[NamedSpan], *, repos: bool, forget: bool) -> Edited:
+    """Drops each span, all or nothing. `forget` takes effect where each span starts, as if it had never been there."""
+    n = len(stream.tokens)
+    if not forget:
+        return _appended(stream, [(s.param, Op("drop", n, s.start, s.end, repos=repos)) for s in spans])
+    before = stream.layout.num_visible
+    history, applied = stream.timeline.history, []
+    for span in spans:
+        if span.start == span.end:
+            continue
+        op = Op("drop", span.start, span.start, span.end, repos=repos, mode="forget")
+        history, previous = tuple(sorted((*history, op), key=lambda op: op.at)), history
+        try:
+            if Timeline(history).points == Timeline(previous).points:
+                history = previous  # it was forgotten already
+                continue
+        except AkvError as error:
+            raise AkvError(error.code, error.message, param=span.param) from error
+        applied.append(op)
+    if not applied:
+        return Edited(stream, 0, [])
+    after = stream.with_history(history)
+    return Edited(after, before - after.layout.num_visible, applied)
+
+
+def restore(stream: Stream, spans: Sequence[NamedSpan], *, repos: bool) -> Edited:
+    """Makes each span visible again, all or nothing."""
+    n = len(stream.tokens)
+    return _appended(stream, [(s.param, Op("restore", n, s.start, s.end, repos=repos)) for s in spans])
+
+
+def reposition(stream: Stream, start: int, end: int | None, delta: int) -> Edited:
+    """Moves `[start, end)` (`None`: and everything computed later) by `delta` positions."""
+    return _appended(stream, [("", Op("repos", len(stream.tokens), start, end, delta=delta))])
+
+
+def _appended(stream: Stream, ops: Sequence[tuple[str, Op]]) -> Edited:
+    """The stream with these ops at its end, those that change nothing left out."""
+    layout, changed, applied = stream.layout, 0, []
+    for param, op in ops:
+        before = layout
+        try:
+            layout, count = layout.apply(op)
+        except AkvError as error:
+            raise AkvError(error.code, error.message, param=param or error.param) from error
+        changed += count
+        if before.change_to(layout):
+            applied.append(op)
+    if not applied:
+        return Edited(stream, 0, [])
+    return Edited(stream.with_history((*stream.timeline.history, *applied)), changed, applied)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSpan:
+    """A span with the name its caller gave it (`spans[2]`, `blocks[0]`), for errors."""
+
+    param: str
+    start: int
+    end: int
+
+
+def named_spans(stream: Stream, spans: Sequence[tuple[int, int]]) -> list[NamedSpan]:
+    """The spans of a request, checked against the stream and one another."""
+    return _checked(stream, [NamedSpan(f"spans[{i}]", start, end) for i, (start, end) in enumerate(spans)])
+
+
+def spans_of_blocks(stream: Stream, names: Sequence[str]) -> list[NamedSpan]:
+    """The insides of blocks named by id, or by `message:id` where an id stands in several messages."""
+    by_name: dict[str, list[Block]] = {}
+    for i, message in enumerate(stream.messages):
+        for block in message.blocks:
+            by_name.setdefault(block.id, []).append(block)
+            by_name.setdefault(f"{i}:{block.id}", []).append(block)
+    found = []
+    for i, name in enumerate(names):
+        blocks = by_name.get(name, [])
+        if len(blocks) != 1:
+            hint = "no block has this id" if not blocks else f"{len(blocks)} blocks have this id, say message:id"
+            raise AkvError("invalid_request", f"blocks[{i}]: {name[:100]!r}: {hint}", param=f"blocks[{i}]")
+        found.append(NamedSpan(f"blocks[{i}]", blocks[0].start, blocks[0].end))
+    return _checked(stream, found)
+
+
+def spans_of_pages(stream: Stream, pages: Sequence[int]) -> list[NamedSpan]:
+    """Logical pages of 16 tokens as spans, neighbours joined. The stream's last page may be a part of one."""
+    n = len(stream.tokens)
+    for i, page in enumerate(pages):
+        if page * LOGICAL_PAGE >= n:
+            message = f"pages[{i}]: page {page} lies beyond a stream of {n} tokens"
+            raise AkvError("span_out_of_range", message, param=f"pages[{i}]")
+    joined: list[NamedSpan] = []
+    for page, i in sorted({page: i for i, page in enumerate(pages)}.items()):
+        start, end = page * LOGICAL_PAGE, min((page + 1) * LOGICAL_PAGE, n)
+        if joined and joined[-1].end == start:
+            joined[-1] = replace(joined[-1], end=end)
+        else:
+            joined.append(NamedSpan(f"pages[{i}]", start, end))
+    return joined
+
+
+def _checked(stream: Stream, spans: list[NamedSpan]) -> list[NamedSpan]:
+    n = len(stream.tokens)
+    for span in spans:
+        if not 0 <= span.start <= span.end <= n:
+            message = f"{span.param}: [{span.start}, {span.end}) does not lie in a stream of {n} tokens"
+            raise AkvError("span_out_of_range", message, param=span.param)
+    for a, b in pairwise(sorted((s for s in spans if s.start < s.end), key=lambda s: s.start)):
+        if b.start < a.end:
+            message = f"{b.param}: [{b.start}, {b.end}) overlaps {a.param}, [{a.start}, {a.end})"
+            raise AkvError("invalid_request", message, param=b.param)
+    return spans
+
+
+def op_of(wire: types.Op) -> Op:
+    """An op as the wire writes it, as the algebra does."""
+    return Op(wire.op, wire.at, wire.start, wire.end, wire.delta, wire.repos, wire.mode)
+
+
+def wire_of(op: Op) -> types.Op:
+    return types.Op(op=op.kind, at=op.at, start=op.start, end=op.end, delta=op.delta, repos=op.repos, mode=op.mode)
