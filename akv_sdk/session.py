@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from akv_sdk import _wire, types
 from akv_sdk._wire import Call, Message, SessionParams
@@ -67,6 +67,16 @@ class _Conversation:
         if tool_calls:
             message["tool_calls"] = [dict(call) for call in tool_calls]
         self.messages.append(message)
+
+    @overload
+    def observe(
+        self, output: str, *, tool: str | None = None, tool_call_id: str | None = None, ephemeral: Literal[True] = True
+    ) -> str: ...
+
+    @overload
+    def observe(
+        self, output: str, *, tool: str | None = None, tool_call_id: str | None = None, ephemeral: bool
+    ) -> str | None: ...
 
     def observe(
         self, output: str, *, tool: str | None = None, tool_call_id: str | None = None, ephemeral: bool = True

@@ -470,7 +470,10 @@ def test_a_fork_goes_its_own_way(client, server):
     assert (session.is_visible("obs-2"), copy.is_visible("obs-2")) == (True, False)
     assert (len(session.ops), len(copy.ops)) == (1, 2)
     assert len(copy.messages) == len(session.messages) + 2
-    assert session.fork().name == f"{session.name}-copy"
+    with session.fork() as passing:
+        assert passing.name == f"{session.name}-copy"
+    copy.close()
+    assert set(server.streams) == {session.name, "branch"}  # a name of its own stays
 
 
 def test_closing_deletes_what_was_made_up_here_and_keeps_what_was_named(client, server):
