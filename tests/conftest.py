@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import akv_sdk
+from akv_server import files, tokenizer
+from akv_server.tokenizer import Tokenizer
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -23,6 +25,12 @@ def shared() -> Path:
     if not (folder / "golden").is_dir():
         pytest.skip("golden values and trajectories (../shared) are not beside this clone")
     return folder
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer() -> Tokenizer:
+    """The default model's tokenizer, from its GGUF file."""
+    return tokenizer.load(files.resolve("default"))
 
 
 class Blocking:
