@@ -90,15 +90,15 @@ class Rendered:
         """Tokens of one message; valid for ever, do not modify."""
         return self._make(message)
 
-    @property
+    @cached_property
     def pieces(self) -> list[Piece]:
         return [self.piece(i) for i in range(self.num_messages)]
 
-    @property
+    @cached_property
     def tokens(self) -> list[int]:
         return [*chain.from_iterable(piece.tokens for piece in self.pieces), *self.generation]
 
-    @property
+    @cached_property
     def spans(self) -> list[MessageSpan]:
         return spans_of(self.pieces)
 
@@ -135,7 +135,7 @@ def normalise_for_matching(message: Message) -> Hashable:
     and not by spelling. Ids of calls are left out, frameworks make them anew; so is a tool result's `name`.
     """
     role = _role(message.get("role"))
-    calls = [_call(call, f"tool_calls[{j}]")["function"] for j, call in enumerate(message.get("tool_calls") or ())]
+    calls = [call["function"] for call in _calls(message, "tool_calls")]
     text = _text(message.get("content"), "content").replace("\r\n", "\n").strip()
     called = tuple((call["name"], _canonical(call["arguments"])) for call in calls)
     return role, text, called, None if role == "tool" else message.get("name")
@@ -406,7 +406,9 @@ class _Turns:
         self.roles.append(role)
         text = _text(message.get("content"), f"{at}.content")
         self.texts.append(text)
-        calls = [_call(call, f"{at}.tool_calls[{j}]") for j, call in enumerate(message.get("tool_calls") or ())]
+        if not isinstance(message.get("tool_call_id"), str | None):
+            raise _bad(f"{at}.tool_call_id", "a tool_call_id is a string")
+        calls = _calls(message, f"{at}.tool_calls")
         shaped = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
         shaped["role"] = role
         extra = ""
@@ -434,7 +436,7 @@ class _Turns:
         if sentinels:
             messages = [
                 {**message, "content": f"{self._sentinel}{i - self._num_own}{self._sentinel}{self._hide(extra)}"}
-                for i, (message, extra) in enumerate(zip(messages, self._extras, strict=True))
+                for i, (message, extra) in enumerate(zip(messages, self._extras, strict=False))
             ]
             index_of = {id(message): i - self._num_own for i, message in enumerate(messages)}
 
@@ -473,14 +475,14 @@ class _Turns:
             marks = {}
         starts = [0]
         for i in range(1, len(self.roles)):
-            at = marks[i] if i in marks else self._start_by_prefix(whole, i)
+            at = marks[i] if i in marks else self._start_by_prefix(whole, i, sentinels)
             starts.append(max(at, starts[-1]))
         return [*starts, max(_num_common(whole, text), starts[-1])]
 
-    def _start_by_prefix(self, whole: str, num_messages: int) -> int:
+    def _start_by_prefix(self, whole: str, num_messages: int, sentinels: bool) -> int:
         """For templates that do not simply go over the messages in a loop."""
         try:
-            return _num_common(whole, self.run(num_messages=num_messages))
+            return _num_common(whole, self.run(num_messages=num_messages, sentinels=sentinels))
         except AkvError:
             return 0
 
@@ -643,6 +645,14 @@ def _text(content: Any, at: str) -> str:
             raise _bad(f"{at}[{j}].text", "a text part has a text")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def _calls(message: Message, at: str) -> list[Message]:
+    """The tool calls of a message, checked, with their arguments as values."""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise _bad(at, "tool_calls is a list")
+    return [_call(call, f"{at}[{j}]") for j, call in enumerate(calls)]
 
 
 def _call(call: Any, at: str) -> Message:
