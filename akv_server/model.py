@@ -127,7 +127,7 @@ class _Linear:
 
 
 class _QuantizedLinear:
-    """The same with int8 weights and one activation scale per row, so that no row depends on the others."""
+    """The same with int8 weights. Each row of x is quantised by itself, so that no row depends on the others."""
 
     __slots__ = ("bias", "matrix")
 

@@ -14,6 +14,7 @@ from akv_kernels import reference, select
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from akv_server import files, loader, sampler, weights
+from akv_server.errors import AkvError
 from akv_server.model import Model
 from tests.models import FAMILIES, tiny_model
 from tests.streams import BareStream
@@ -130,6 +131,28 @@ def test_half_precision_keeps_its_kv_in_that_type(tmp_path, kind):
     assert got.dtype == torch.float32
     want = transformers_logits(path, tokens)
     assert (got - want).abs().mean() < (0.1 if kind == "bfloat16" else 0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_int8_is_close_and_no_token_depends_on_how_the_prompt_was_cut(tmp_path, family):
+    path = tiny_model(tmp_path, family)
+    tokens = some_tokens(90, 320)
+    model = load(path, select("cpu"), weights_as="int8")
+    whole = BareStream(model, 90).feed(tokens)
+    stream = BareStream(model, 90, seed=1)
+    assert torch.equal(torch.cat([stream.feed(tokens[a:b]) for a, b in ((0, 37), (37, 38), (38, 90))]), whole)
+    want = transformers_logits(path, tokens).log_softmax(-1)
+    assert (want.exp() * (want - whole.log_softmax(-1))).sum(-1).mean() < 0.01  # KL, in nats
+    with pytest.raises(AkvError, match="bfloat16") as error:
+        load(path, weights_as="int8", device="cuda")
+    assert error.value.param == "weights"
+
+
+def test_load_gives_the_model_with_its_tokenizer(tmp_path):
+    loaded = loader.load(str(tiny_model(tmp_path, name="by-name")))
+    assert loaded.config is loaded.model.config
+    assert loaded.config.name == "by-name"
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("The agent reads 12 files.")) == "The agent reads 12 files."
 
 
 # --- the default model -----------------------------------------------------------------------------------------------
