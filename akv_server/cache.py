@@ -97,13 +97,22 @@ class Cache:
 
     # Decide --------------------------------------------------------------------------------------------------------
 
-    def plan(self, salt: str, tokens: Array, timeline: Timeline, *, outputs: str = "last") -> Plan:
+    def plan(
+        self,
+        salt: str,
+        tokens: Array,
+        timeline: Timeline,
+        *,
+        outputs: str = "last",
+        outputs_from: int | None = None,
+    ) -> Plan:
         """What of a stream is there and what must be computed. Mutates nothing.
 
         Args:
             tokens: int32 [num_tokens].
             outputs: "last" also wants the model's output behind the last token (to sample from), "all" wants it behind
                 every token that is not there (to score a prompt), "none" wants the KV alone.
+            outputs_from: with "all", behind every token from this index on, even where its KV is there.
 
         Raises AkvError `invalid_request` when all of the stream is forgotten, so that there is nothing to go on from.
         """
@@ -118,6 +127,8 @@ class Cache:
         wanted = np.zeros(n, bool)
         if outputs == "all":
             wanted = ~resident & ~forgotten
+            if outputs_from is not None:
+                wanted[outputs_from:] = ~forgotten[outputs_from:]
         if outputs != "none":
             sources = np.flatnonzero(~forgotten)
             if not len(sources):

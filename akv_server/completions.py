@@ -109,6 +109,8 @@ class Completions:
             num_choices=body.num_choices,
             num_logprobs=body.num_logprobs,
             num_prompt_logprobs=body.num_logprobs if is_scored else None,
+            # What is new to a session is scored, whether or not another one had computed it before.
+            scores_from=turn.stream.num_known if turn.session else None,
         )
 
     def render(self, body: types.RenderRequest) -> types.RenderReply:

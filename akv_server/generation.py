@@ -45,6 +45,7 @@ class Work:
     num_choices: int = 1
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    scores_from: int | None = None  # prompt tokens behind this are scored even where their KV came from the cache
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ class Generation:
             stop_token_ids=work.stop_token_ids,
             num_logprobs=work.num_logprobs,
             num_prompt_logprobs=work.num_prompt_logprobs if index == 0 else None,
+            scores_from=work.scores_from,
             num_known=work.num_known if index == 0 else len(work.tokens),
             on_token=on_token,
             on_done=on_done,

@@ -20,8 +20,18 @@ MAX_LOGPROBS = 20
 
 # Fields of the OpenAI API that change nothing in what a self-hosted model answers: taken and left aside without a word.
 SILENT_FIELDS = frozenset(
-    ("user", "metadata", "store", "parallel_tool_calls", "service_tier", "safety_identifier", "prompt_cache_retention")
-    + ("verbosity", "modalities", "reasoning_effort", "best_of", "suffix")
+    {
+        "user",
+        "metadata",
+        "store",
+        "parallel_tool_calls",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_retention",
+        "verbosity",
+        "modalities",
+        "reasoning_effort",
+    }
 )
 # Fields that would change the answer if they were supported, with the values that ask for nothing.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {

@@ -83,6 +83,7 @@ class Request:
     on_token: Callable[[GeneratedToken], str | None] = lambda _: None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    scores_from: int | None = None  # with num_prompt_logprobs: score what stands behind this even where its KV is there
     num_known: int = 0  # tokens that this session computed before: computing them again counts as replayed
 
 
@@ -366,7 +367,7 @@ class Scheduler:
             outputs = "none" if not request.max_tokens else "last"
             if request.num_prompt_logprobs is not None:
                 outputs = "all"
-            plan = self.cache.plan(request.salt, ids, timeline, outputs=outputs)
+            plan = self.cache.plan(request.salt, ids, timeline, outputs=outputs, outputs_from=request.scores_from)
             if not self.cache.fits_alone(plan):
                 self.waiting.remove(entry)
                 refused = outcome or _nothing_done("error")
