@@ -1,0 +1,116 @@
+"""Imports go one way: from HTTP down to the op algebra, never back, and each library has its place."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {
+    "akv_sdk": "akv_sdk",
+    "akv_server": "akv_server",
+    "akv_kernels": "kernels/akv_kernels",
+    "akv_demo": "examples/akv_demo",
+}
+
+
+def modules(package: str) -> dict[str, Path]:
+    folder = ROOT / FOLDERS[package]
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        parts = (package, *path.relative_to(folder).with_suffix("").parts)
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(path: Path, *, at_run_time: bool = False) -> set[str]:
+    """What a module imports, anywhere in it; `at_run_time` leaves out what stands under `if TYPE_CHECKING`."""
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    if at_run_time:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                skipped.update(inner for part in node.body for inner in ast.walk(part))
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: imports are absolute"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def users_of(library: str, package: str, *, at_run_time: bool = False) -> set[str]:
+    return {
+        name
+        for name, path in modules(package).items()
+        if any(i == library or i.startswith(library + ".") for i in imports(path, at_run_time=at_run_time))
+    }
+
+
+def test_the_packages_know_each_other_one_way():
+    for package in ("akv_server", "akv_kernels", "akv_demo", "torch", "fastapi", "numpy"):
+        assert users_of(package, "akv_sdk") == set()
+    for package in ("akv_server", "akv_sdk", "akv_demo", "fastapi"):
+        assert users_of(package, "akv_kernels") == set()
+    for package in ("akv_server", "akv_kernels", "torch"):
+        assert users_of(package, "akv_demo") == set()
+    for name, path in modules("akv_server").items():
+        of_the_sdk = {i for i in imports(path) if i.startswith("akv_sdk")}
+        assert of_the_sdk <= {"akv_sdk", "akv_sdk.types"} | {i for i in of_the_sdk if i.startswith("akv_sdk.types.")}, (
+            name
+        )
+
+
+def test_the_server_is_a_stack():
+    """Nothing imports what stands above it; within a line, nothing imports its neighbours."""
+    stack = [
+        {"cli"},
+        {"serving"},
+        {"app"},
+        {"completions"},
+        {"sessions"},
+        {"engine"},
+        {"scheduler"},
+        {"cache"},
+        {"radix", "kv"},
+        {"pool"},
+        {"ops"},
+        {"errors"},
+    ]
+    level = {f"akv_server.{name}": i for i, names in enumerate(stack) for name in names}
+    for name, path in modules("akv_server").items():
+        if name not in level:
+            continue
+        for other in imports(path) & set(level):
+            assert level[other] > level[name], f"{name} imports {other}"
+    # and there is no way back up through a module beside the stack
+    graph = {name: imports(path) & set(modules("akv_server")) for name, path in modules("akv_server").items()}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a cycle: {' -> '.join((*path, name))}"
+        if name not in done:
+            for other in graph[name] - {"akv_server"}:
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_each_library_has_its_place():
+    assert users_of("fastapi", "akv_server") == {"akv_server.app"}
+    without_torch = {"ops", "pool", "radix", "cache", "scheduler", "streams", "sessions", "chat", "tokenizer", "app"}
+    with_torch = users_of("torch", "akv_server", at_run_time=True)
+    assert not with_torch & {f"akv_server.{name}" for name in without_torch}
+    assert users_of("akv_kernels", "akv_server", at_run_time=True) <= {
+        f"akv_server.{name}" for name in ("kv", "model", "engine", "loader")
+    }
+    assert users_of("triton", "akv_kernels") <= {
+        f"akv_kernels.{name}" for name in ("attention", "pages", "neighbours", "gpu")
+    }
