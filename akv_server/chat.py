@@ -406,8 +406,9 @@ class _Turns:
         self.roles.append(role)
         text = _text(message.get("content"), f"{at}.content")
         self.texts.append(text)
-        if not isinstance(message.get("tool_call_id"), str | None):
-            raise _bad(f"{at}.tool_call_id", "a tool_call_id is a string")
+        for key in ("tool_call_id", "name"):
+            if not isinstance(message.get(key), str | None):
+                raise _bad(f"{at}.{key}", f"a {key} is a string")
         calls = _calls(message, f"{at}.tool_calls")
         shaped = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
         shaped["role"] = role

@@ -498,6 +498,7 @@ def test_messages_that_differ():
         ([{**CALLING, "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0].function.name"),
         ([{**CALLING, "tool_calls": 5}], "messages[0].tool_calls"),
         ([{**RESULT, "tool_call_id": 5}], "messages[0].tool_call_id"),
+        ([{**USER, "name": ["x"]}], "messages[0].name"),
     ],
 )
 def test_messages_of_the_wrong_shape_are_refused_by_name(default_chat, messages, param):
