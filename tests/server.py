@@ -31,7 +31,7 @@ class Server:
         return self.service.engine
 
     def client(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.url, **{"timeout": 60, **options})  # type: ignore[arg-type]
 
 
 def load_tiny(folder: Path, **config: object) -> LoadedModel:
