@@ -81,8 +81,8 @@ class Completions:
                 self.sessions.keep_prompt(turn)
                 yield Completion(self, body, prompt, turn, generation)
             except AkvError as error:
-                field = "messages" if isinstance(body, ChatBody) else "prompt"
-                error.param = error.param or (field if error.status == 400 else None)
+                if error.code == "context_length_exceeded":  # the engine knows no fields
+                    error.param = "messages" if isinstance(body, ChatBody) else "prompt"
                 raise
             finally:
                 generation.abort()

@@ -78,15 +78,6 @@ class Replies:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def echo(self, index: int, prompt: Echo, num_logprobs: int | None) -> Body:
-        """The echoed prompt, as the first part of a streamed choice."""
-        body: Body = {"index": index, "text": prompt.text, "logprobs": None, "finish_reason": None}
-        if num_logprobs is not None:
-            body["logprobs"] = self._echo_logprobs(prompt, num_logprobs)
-        if self._token_ids:
-            body["token_ids"] = prompt.tokens
-        return body
-
     def part(self, index: int, text: str, tokens: list[GeneratedToken], offset: int, num_logprobs: int | None) -> Body:
         """Some more text of a streamed choice. `offset` is where the text of `tokens` starts in the whole text."""
         body: Body = {"index": index, "logprobs": None, "finish_reason": None}

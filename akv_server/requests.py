@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from akv_sdk.types import AkvRequest
 from akv_server.errors import AkvError
@@ -135,6 +135,12 @@ class CompletionBody(CompletionFields):
     prompt: str | Annotated[list[TokenId], Field(max_length=10_000_000)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _echo_is_whole(self) -> CompletionBody:
+        if self.echo and self.stream:
+            raise ValueError("echo: cannot be streamed, its scores are known only at the end")
+        return self
 
     @property
     def num_logprobs(self) -> int | None:
