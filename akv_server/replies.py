@@ -19,14 +19,16 @@ Body = dict[str, Any]
 
 
 def usage(num_prompt_tokens: int, choices: Sequence[Choice]) -> Body:
-    """`num_prompt_tokens` are those the model sees: a dropped token is not part of the prompt."""
+    """`num_prompt_tokens` are those the model sees: a dropped token is not part of the prompt. Those that were not
+    computed for the first choice came from the cache."""
     num_generated = sum(len(choice.tokens) for choice in choices)
-    cached = choices[0].outcome.cached_tokens if choices[0].outcome else 0
+    outcome = choices[0].outcome
+    num_computed = outcome.prefilled_tokens + outcome.replayed_tokens if outcome else 0
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt_tokens + num_generated,
-        "prompt_tokens_details": {"cached_tokens": min(cached, num_prompt_tokens)},
+        "prompt_tokens_details": {"cached_tokens": max(num_prompt_tokens - num_computed, 0)},
     }
 
 

@@ -199,7 +199,7 @@ class Sessions:
 
     async def _edit(self, tenant: str, name: str, edit: Callable[[Stream], Edited]) -> types.LayoutReply:
         async with self._idle(tenant, name) as session:
-            edited = edit(session.stream)
+            edited = await asyncio.to_thread(edit, session.stream)  # thousands of spans take a while
             self._replace(session, edited.stream)
             return layout_reply(session.name, edited.stream, edited.changed, edited.applied)
 
