@@ -8,23 +8,30 @@ one thread or task at a time.
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 import uuid
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from inspect import isawaitable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from akv_sdk import _wire, types
 from akv_sdk._wire import Call, Message, SessionParams
 from akv_sdk.errors import SessionNotFound, StreamDiverged, TransportError
-from akv_sdk.policy import Policy
+from akv_sdk.policies import CacheOrSummarise, Context, Decision, Drop, Policy, Summary, decide, summarise
+from akv_sdk.policies.context import note_of, spans_of
 
 if TYPE_CHECKING:
     from akv_sdk.client import AsyncClient, AsyncStream, Client, Stream
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
 _BLOCK_ID = re.compile(r'<ephemeral_observation id="([^"]*)">')
 
 
@@ -36,6 +43,7 @@ class _Conversation:
         messages: the conversation so far. Append to it as you like; editing what was sent makes the stream diverge
             there, and the server says so.
         spans: where each message and block lies, from the last reply.
+        marks: what was said about messages and spans besides the tags in their text.
     """
 
     def __init__(self, name: str | None, *, model: str | None, messages: Iterable[Message]) -> None:
@@ -43,8 +51,10 @@ class _Conversation:
         self.model = model
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
         self.spans: list[types.MessageSpan] = []
+        self.marks: list[types.Mark] = []
         self._ops: list[types.Op] | None = None  # None: not known yet, the server's journal holds
         self._is_anonymous = name is None
+        self._note: str | None = None  # goes before the next observation or user message
         self._shape: dict[str, Any] = {}  # what the last completion asked for that decides how the stream is rendered
 
     def __repr__(self) -> str:
@@ -59,6 +69,10 @@ class _Conversation:
         self.messages.append({"role": "system", "content": content})
 
     def user(self, content: str | Sequence[Mapping[str, Any]]) -> None:
+        if isinstance(content, str):
+            content = self._noted(content)
+        elif self._note is not None:
+            content = [{"type": "text", "text": self._noted("").rstrip()}, *content]
         self.messages.append({"role": "user", "content": content})
 
     def assistant(self, content: str | None, *, tool_calls: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -70,23 +84,51 @@ class _Conversation:
 
     @overload
     def observe(
-        self, output: str, *, tool: str | None = None, tool_call_id: str | None = None, ephemeral: Literal[True] = True
+        self,
+        output: str,
+        *,
+        tool: str | None = None,
+        tool_call_id: str | None = None,
+        ephemeral: Literal[True] = True,
+        keep_head: int = 0,
+        keep_tail: int = 0,
     ) -> str: ...
 
     @overload
     def observe(
-        self, output: str, *, tool: str | None = None, tool_call_id: str | None = None, ephemeral: bool
+        self,
+        output: str,
+        *,
+        tool: str | None = None,
+        tool_call_id: str | None = None,
+        ephemeral: bool,
+        keep_head: int = 0,
+        keep_tail: int = 0,
     ) -> str | None: ...
 
     def observe(
-        self, output: str, *, tool: str | None = None, tool_call_id: str | None = None, ephemeral: bool = True
+        self,
+        output: str,
+        *,
+        tool: str | None = None,
+        tool_call_id: str | None = None,
+        ephemeral: bool = True,
+        keep_head: int = 0,
+        keep_tail: int = 0,
     ) -> str | None:
-        """Appends a tool's output. An ephemeral one is marked as a block, to be dropped later by its id.
+        """Appends a tool's output. An ephemeral one is marked as a block, to be dropped later by its id; one that is
+        not is never dropped by a policy. Of a block that a policy drops, the first `keep_head` and the last `keep_tail`
+        tokens stay visible; no text changes for that.
 
         Returns:
             The block's id, unique in this session, or None where it is not ephemeral.
         """
         block_id = None
+        if keep_head or keep_tail or not ephemeral:
+            self.marks.append(
+                types.Mark(message=len(self.messages), ephemeral=ephemeral, keep_head=keep_head, keep_tail=keep_tail)
+            )
+        output = self._noted(output)
         if ephemeral:
             block_id = self._fresh_block_id()
             output = f'<ephemeral_observation id="{block_id}">\n{output}\n</ephemeral_observation>'
@@ -98,23 +140,79 @@ class _Conversation:
         self.messages.append(message)
         return block_id
 
+    def mark(
+        self,
+        place: int | tuple[int, int],
+        *,
+        tool_call_id: str | None = None,
+        ephemeral: bool = True,
+        keep_head: int = 0,
+        keep_tail: int = 0,
+    ) -> None:
+        """Marks an observation without tags: a message by its index, or a span of the stream.
+
+        `tool_call_id` makes sure of the message: ids repeat in real data, so an id alone does not name one. Raises
+        ValueError where the message has another, IndexError where there is no such message.
+        """
+        if isinstance(place, tuple):
+            mark = types.Mark(span=place, ephemeral=ephemeral, keep_head=keep_head, keep_tail=keep_tail)
+        else:
+            own = self.messages[place].get("tool_call_id")
+            if tool_call_id is not None and own != tool_call_id:
+                raise ValueError(f"tool_call_id: message {place} has {own!r}, not {tool_call_id!r}")
+            index = range(len(self.messages))[place]
+            mark = types.Mark(
+                message=index,
+                tool_call_id=tool_call_id,
+                ephemeral=ephemeral,
+                keep_head=keep_head,
+                keep_tail=keep_tail,
+            )
+        self.marks.append(mark)
+
+    def pin(self, place: str | tuple[int, int]) -> None:
+        """Keeps a block, by its id, or a span of the stream from every policy. Raises KeyError for an unknown block."""
+        if isinstance(place, tuple):
+            self.marks.append(types.Mark(span=place, pinned=True))
+            return
+        homes = {span.message for span in self.spans for block in span.blocks if block.id == place}
+        homes |= {i for i, block_id in self._own_blocks() if block_id == place}
+        if not homes:
+            raise KeyError(place)
+        self.marks += [types.Mark(message=i, block=place, pinned=True) for i in sorted(homes)]
+
+    @property
+    def context(self) -> Context:
+        """The stream as policies see it."""
+        return Context(self.messages, self.spans, self.ops, tuple(self.marks))
+
     def is_visible(self, block_id: str) -> bool:
-        """Whether the model sees any of the block's inside; True for one that was not sent yet. Raises KeyError."""
-        found = [block.visible for span in self.spans for block in span.blocks if block.id == block_id]
+        """Whether the model sees all of the block's inside; True for one that was not sent yet. Raises KeyError."""
+        found = [(block.start, block.end) for span in self.spans for block in span.blocks if block.id == block_id]
         if found:
-            return any(found)
-        if block_id in self._own_block_ids():
+            gone = self.context.dropped
+            return not any(start < b and a < end for start, end in found for a, b in gone)
+        if any(own == block_id for _, own in self._own_blocks()):
             return True
         raise KeyError(block_id)
 
-    def _own_block_ids(self) -> list[str]:
-        contents = (message.get("content") for message in self.messages)
-        opened = (_BLOCK_ID.match(content) for content in contents if isinstance(content, str))
-        return [match[1] for match in opened if match]
+    def _own_blocks(self) -> list[tuple[int, str]]:
+        """(message, id) of the blocks that messages consist of."""
+        contents = ((i, message.get("content")) for i, message in enumerate(self.messages))
+        opened = ((i, _BLOCK_ID.match(content)) for i, content in contents if isinstance(content, str))
+        return [(i, match[1]) for i, match in opened if match]
 
     def _fresh_block_id(self) -> str:
-        numbers = [int(name[4:]) for name in self._own_block_ids() if re.fullmatch(r"obs-[0-9]+", name)]
+        numbers = [int(name[4:]) for _, name in self._own_blocks() if re.fullmatch(r"obs-[0-9]+", name)]
         return f"obs-{max(numbers, default=0) + 1}"
+
+    def _noted(self, text: str) -> str:
+        """The text of the next message, behind the note that waits for it."""
+        note, self._note = self._note, None
+        return text if note is None else f"{note}\n{text}"
+
+    def _leave_note(self, drops: Sequence[Drop]) -> None:
+        self._note = note_of(drops) if self._note is None else f"{self._note}\n{note_of(drops)}"
 
     def _completion(
         self, params: Mapping[str, Any], on_miss: types.OnMiss = "replay", stream: bool = False
@@ -135,6 +233,24 @@ class _Conversation:
     def _rebuild(self) -> Call[types.Completion]:
         """A call that makes the server hold this session again: it prefills and generates nothing."""
         return self._completion({**self._shape, "max_tokens": 0})
+
+    def _rewriting(self, messages: Sequence[Message]) -> Call[types.Completion]:
+        """A call that puts other messages in the place of these: prefills and generates nothing. The server keeps the
+        ops that lie before the first message that differs."""
+        params = {**self._shape, "max_tokens": 0}
+        return _wire.chat(
+            messages, model=self.model, session=self.name, ops=None, on_miss="replay", params=params, stream=False
+        )
+
+    def _take_rewritten(self, reply: types.Completion, messages: list[dict[str, Any]], places: dict[int, int]) -> None:
+        before = self.spans
+        self._take(reply)
+        self.messages = messages
+        self.marks = summarise.moved_marks(self.marks, places, before, self.spans)
+
+    def _log(self, decision: Decision) -> Decision:
+        logger.log(logging.DEBUG if decision.kind == "nothing" else logging.INFO, "%s: %s", self.name, decision)
+        return decision
 
     def _take(self, reply: types.Completion) -> None:
         if "ops" in reply.akv.model_fields_set:
@@ -183,7 +299,13 @@ class _Conversation:
     def _hand_on(self, copy: _Conversation, info: types.SessionInfo) -> None:
         """Gives a fork what this session holds that the server does not know."""
         copy._shape = dict(self._shape)
+        copy.marks = list(self.marks)
+        copy._note = self._note
         copy._take_info(info)
+
+
+def _elapsed_ms(since_s: float) -> float:
+    return 1000 * (time.perf_counter() - since_s)
 
 
 class Session(_Conversation):
@@ -256,10 +378,35 @@ class Session(_Conversation):
         """Moves positions, see `Client.repos`. Not safe to call again when the reply was lost: look at `info` first."""
         return self._edit(_wire.repos(self.name, start=start, end=end, delta=delta), is_by_index=True)
 
-    def apply(self, policy: Policy) -> types.LayoutReply | None:
-        """Drops the blocks that the policy names; None where it names none."""
-        blocks = policy.select(self.spans)
-        return self.drop(blocks=blocks) if blocks else None
+    def apply(self, policy: Policy, *, note: bool = False) -> types.LayoutReply | None:
+        """Drops what the policy names; what no policy may drop stays. None where nothing goes. With `note`, the next
+        observation or user message opens with a line that says what went and how to get it back."""
+        drops = decide(policy, self.context)
+        if not drops:
+            return None
+        layout = self.drop(spans=spans_of(drops))
+        if note:
+            self._leave_note(drops)
+        return layout
+
+    def manage(self, policy: CacheOrSummarise) -> Decision:
+        """Drops from the cache, or rewrites older messages to a summary, as the policy decides; says and logs what was
+        done, why, and what it took. When it raises, the session is as it was."""
+        since_s = time.perf_counter()
+        context = self.context
+        decision = policy.decide(context)
+        if decision.kind == "drop":
+            layout = self.drop(spans=spans_of(decision.drops))
+            return self._log(replace(decision, freed_tokens=layout.changed, elapsed_ms=_elapsed_ms(since_s)))
+        if decision.kind == "summarise":
+            summary = policy.summarise(summarise.request(context, decision.replaced))
+            if not isinstance(summary, Summary):
+                raise TypeError("summarise: an asynchronous one needs an AsyncSession")
+            messages, places = summarise.rewritten(context, decision.replaced, summary.text)
+            reply = self._client._send(self._rewriting(messages))
+            self._take_rewritten(reply, messages, places)
+            return self._log(summarise.measured(decision, summary, reply.akv, _elapsed_ms(since_s)))
+        return self._log(decision)
 
     def fork(self, name: str | None = None) -> Session:
         """A session that shares this one's past, and its KV, and goes its own way from here."""
@@ -368,9 +515,30 @@ class AsyncSession(_Conversation):
     async def repos(self, start: int, end: int | None, delta: int) -> types.LayoutReply:
         return await self._edit(_wire.repos(self.name, start=start, end=end, delta=delta), is_by_index=True)
 
-    async def apply(self, policy: Policy) -> types.LayoutReply | None:
-        blocks = policy.select(self.spans)
-        return await self.drop(blocks=blocks) if blocks else None
+    async def apply(self, policy: Policy, *, note: bool = False) -> types.LayoutReply | None:
+        drops = decide(policy, self.context)
+        if not drops:
+            return None
+        layout = await self.drop(spans=spans_of(drops))
+        if note:
+            self._leave_note(drops)
+        return layout
+
+    async def manage(self, policy: CacheOrSummarise) -> Decision:
+        since_s = time.perf_counter()
+        context = self.context
+        decision = policy.decide(context)
+        if decision.kind == "drop":
+            layout = await self.drop(spans=spans_of(decision.drops))
+            return self._log(replace(decision, freed_tokens=layout.changed, elapsed_ms=_elapsed_ms(since_s)))
+        if decision.kind == "summarise":
+            written = policy.summarise(summarise.request(context, decision.replaced))
+            summary = await written if isawaitable(written) else written
+            messages, places = summarise.rewritten(context, decision.replaced, summary.text)
+            reply = await self._client._send(self._rewriting(messages))
+            self._take_rewritten(reply, messages, places)
+            return self._log(summarise.measured(decision, summary, reply.akv, _elapsed_ms(since_s)))
+        return self._log(decision)
 
     async def fork(self, name: str | None = None) -> AsyncSession:
         reply = await self._on_server(_wire.fork(self.name, name=name), is_by_index=False)

@@ -71,13 +71,52 @@ class AkvRequest(Wire):
     on_miss: OnMiss = "replay"
 
 
+class Marking(Wire):
+    """What a caller says about a message: the `akv` object of a message, where a framework lets it through.
+
+    `ephemeral`: its observation may be dropped (true), may not (false), or its tags decide (left out). Of an
+    observation that is dropped, the first `keep_head` and the last `keep_tail` tokens stay. `pinned`: never dropped.
+    `tags` are SWE-agent's: `keep_output` pins, `remove_output` marks and is dropped by the next policy that counts.
+    """
+
+    ephemeral: bool | None = None
+    keep_head: Index = 0
+    keep_tail: Index = 0
+    pinned: bool = False
+    tags: list[str] = []
+
+
+class Mark(Marking):
+    """A marking with the place it speaks of: a message by its index (`tool_call_id`, if given, has to be that
+    message's own; an id alone may stand in several), one of its blocks, or a span of the stream."""
+
+    message: Index | None = None
+    tool_call_id: str | None = None
+    block: str | None = None
+    span: Span | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Mark:
+        if (self.message is None) == (self.span is None):
+            raise ValueError("message: give exactly one of message and span")
+        if self.span is not None and (self.tool_call_id is not None or self.block is not None):
+            raise ValueError("span: a span stands alone, without tool_call_id or block")
+        return self
+
+
 class Block(Reply):
-    """A marked part of a message. `[start, end)` is its inside: the tags around it stay visible."""
+    """A marked part of a message. `[start, end)` is its inside: the tags around it stay visible.
+
+    `visible`: any of it is. Besides marked observations, a server may name the model's reasoning (`thinking`) and the
+    arguments of a tool call (`tool_input`, with the call's id).
+    """
 
     id: str
     start: int
     end: int
     visible: bool
+    kind: Literal["observation", "thinking", "tool_input"] = "observation"
+    tool_call_id: str | None = None
 
 
 class MessageSpan(Reply):
@@ -92,6 +131,59 @@ class MessageSpan(Reply):
     content_end: int
     tool_call_id: str | None = None
     blocks: list[Block] = []
+
+
+class InputTokens(Wire):
+    type: Literal["input_tokens"] = "input_tokens"
+    value: Index
+
+
+class ToolUses(Wire):
+    type: Literal["tool_uses"] = "tool_uses"
+    value: Index
+
+
+class ThinkingTurns(Wire):
+    type: Literal["thinking_turns"] = "thinking_turns"
+    value: Annotated[Index, Field(ge=1)]
+
+
+class AllThinking(Wire):
+    type: Literal["all"] = "all"
+
+
+class ClearToolUses20250919(Wire):
+    """Anthropic's `clear_tool_uses_20250919`. Past `trigger`, all tool results but the newest `keep` go. When they
+    hold fewer tokens than `clear_at_least`, nothing goes. `clear_tool_inputs`: of every call, or of these tools."""
+
+    type: Literal["clear_tool_uses_20250919"] = "clear_tool_uses_20250919"
+    trigger: Annotated[InputTokens | ToolUses, Field(discriminator="type")] = InputTokens(value=100_000)
+    keep: ToolUses = ToolUses(value=3)
+    clear_at_least: InputTokens | None = None
+    exclude_tools: list[str] | None = None
+    clear_tool_inputs: bool | list[str] | None = None
+
+
+class ClearThinking20251015(Wire):
+    """Anthropic's `clear_thinking_20251015`: of the assistant messages that hold reasoning, the newest keep it."""
+
+    type: Literal["clear_thinking_20251015"] = "clear_thinking_20251015"
+    keep: Literal["all"] | Annotated[ThinkingTurns | AllThinking, Field(discriminator="type")] = ThinkingTurns(value=1)
+
+
+Edit = Annotated[ClearToolUses20250919 | ClearThinking20251015, Field(discriminator="type")]
+
+
+class ContextManagement(Wire):
+    """Anthropic's `context_management` object, as a completion request may carry it."""
+
+    edits: list[Edit] = Field(default=[], max_length=100)
+
+    @model_validator(mode="after")
+    def _thinking_first(self) -> ContextManagement:
+        if any(isinstance(edit, ClearThinking20251015) for edit in self.edits[1:]):
+            raise ValueError("edits: clear_thinking_20251015 comes first, and once")
+        return self
 
 
 class AppliedEdit(Reply):

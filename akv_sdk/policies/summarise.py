@@ -1,0 +1,225 @@
+"""Drop from the cache or rewrite the text: which of the two, when, and what it costs.
+
+Owns the decision, choosing which messages a summary may stand for, and putting it in their place. Calls and their
+results stay together. Knows no session; `Session.manage` carries out what is decided here and measures it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from inspect import isawaitable
+from typing import Any, Literal
+
+from akv_sdk.policies.context import KEEP_TAG, Context, Drop, Message, Policy, decide, marking_of
+from akv_sdk.policies.observations import RollingDrop
+from akv_sdk.types import AkvReply, Mark, MessageSpan
+
+REQUEST = (
+    "Summarise the work so far for yourself: what was asked, what was done and found, what is still to do. "
+    "Keep file names, commands, identifiers and figures exactly as they are."
+)
+SUMMARY_OPENING = "Summary of the work so far:\n"
+
+_INSIDE = re.compile(r'(<ephemeral_observation\s+id="[^"<>\n]*"\s*>).*(</ephemeral_observation>)', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a summariser wrote, and what that took: tokens of its prompt that were not cached, and of its answer."""
+
+    text: str
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+
+
+Summariser = Callable[[list[dict[str, Any]]], Summary | Awaitable[Summary]]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided about a stream, why, and, once it was done, what it took.
+
+    Attributes:
+        kind: "nothing", "drop" or "summarise".
+        visible_tokens: before.
+        freed_tokens: that the drops make invisible; for a summary, by how much fewer are visible after it.
+        replaced: messages `[start, end)` that the summary stands for, less those that are pinned.
+        prefilled_tokens: that had to be computed for it, by the summariser and again behind the rewritten text.
+        elapsed_ms: of carrying it out.
+    """
+
+    kind: Literal["nothing", "drop", "summarise"]
+    reason: str
+    visible_tokens: int
+    freed_tokens: int = 0
+    drops: tuple[Drop, ...] = ()
+    replaced: tuple[int, int] = (0, 0)
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    elapsed_ms: float = 0.0
+
+    def __str__(self) -> str:
+        if self.kind == "nothing":
+            return f"{self.kind}: {self.reason}"
+        tokens = (
+            f"freed {self.freed_tokens}, prefilled {self.prefilled_tokens}, generated {self.generated_tokens} tokens"
+        )
+        return f"{self.kind}: {self.reason}; {tokens}, {self.elapsed_ms:.0f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOrSummarise:
+    """Up to `threshold_tokens` visible tokens, nothing. Above, what `drop` names goes from the cache, if that is
+    enough; if not, a summary takes the place of the older messages.
+
+    Attributes:
+        summarise: given messages that end with the request for it, gives the summary; see `summariser`.
+        drop: names what may go from the cache; by default the oldest observations, down to the threshold.
+        keep_messages: the newest messages that a summary leaves as they are, and those that belong to them.
+    """
+
+    threshold_tokens: int
+    summarise: Summariser
+    drop: Policy | None = None
+    keep_messages: int = 6
+
+    def decide(self, context: Context) -> Decision:
+        visible = context.visible_tokens
+        if visible <= self.threshold_tokens:
+            return Decision("nothing", f"{visible} visible tokens, no more than {self.threshold_tokens}", visible)
+        drops = tuple(decide(self.drop or RollingDrop(self.threshold_tokens), context))
+        freed = sum(drop.target.num_tokens for drop in drops)
+        over = f"{visible} visible tokens, more than {self.threshold_tokens}"
+        if visible - freed <= self.threshold_tokens:
+            return Decision("drop", f"{over}; {len(drops)} marked parts free {freed}", visible, freed, drops)
+        replaced = summarisable(context, self.keep_messages)
+        if replaced[0] < replaced[1]:
+            reason = f"{over}; marked parts free {freed}, which is not enough"
+            return Decision("summarise", reason, visible, replaced=replaced)
+        if drops:
+            return Decision("drop", f"{over}; all {len(drops)} marked parts free {freed}", visible, freed, drops)
+        return Decision("nothing", f"{over}, but nothing may go and nothing is left to summarise", visible)
+
+
+def summariser(chat: Callable[..., Any], **params: Any) -> Summariser:
+    """A summariser from a chat call: `Client.chat`, `AsyncClient.chat`, or `chat.completions.create` of the openai
+    package's clients with any server behind it. `params` go with each call (`model`, `max_tokens`, …)."""
+
+    def summarise(messages: list[dict[str, Any]]) -> Summary | Awaitable[Summary]:
+        reply = chat(messages=messages, **params)
+        return _later(reply) if isawaitable(reply) else _summary_of(reply)
+
+    return summarise
+
+
+async def _later(reply: Awaitable[Any]) -> Summary:
+    return _summary_of(await reply)
+
+
+def _summary_of(reply: Any) -> Summary:
+    message, usage = reply.choices[0].message, reply.usage
+    content = message.get("content") if isinstance(message, dict) else message.content
+    details = getattr(usage, "prompt_tokens_details", None)
+    cached = getattr(details, "cached_tokens", None) or 0
+    return Summary((content or "").strip(), usage.prompt_tokens - cached, usage.completion_tokens)
+
+
+def groups(messages: Sequence[Message]) -> list[tuple[int, int]]:
+    """Ranges of messages that only make sense together: an assistant message and the tool results that follow it."""
+    found: list[tuple[int, int]] = []
+    for i, message in enumerate(messages):
+        if found and message.get("role") in ("tool", "function"):
+            found[-1] = found[-1][0], i + 1
+        else:
+            found.append((i, i + 1))
+    return found
+
+
+def summarisable(context: Context, keep_messages: int) -> tuple[int, int]:
+    """Messages `[start, end)` that a summary may stand for: not the system prompt and the task before the first answer,
+    and not the newest. `(0, 0)` where that is nothing but an earlier summary or pinned."""
+    messages = context.messages
+    head = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
+    if head and _is_summary(messages[head - 1]):
+        head -= 1
+    newest = max(0, len(messages) - keep_messages)
+    end = max((end for _, end in groups(messages) if end <= newest), default=0)
+    pinned = _pinned(context)
+    goes = [i for i in range(head, end) if i not in pinned and not _is_summary(messages[i])]
+    return (head, end) if goes else (0, 0)
+
+
+def request(context: Context, replaced: tuple[int, int]) -> list[dict[str, Any]]:
+    """The messages for the summariser: all up to the end of what it shall replace, as the model still sees them, and
+    the request. Calls that nobody answered are left out, no chat API takes them."""
+    gone = {target.message for target in context.observations if not target.is_whole}
+    messages = [dict(message) for message in context.messages[: replaced[1]]]
+    answered: set[tuple[int, str]] = set()
+    for start, end in groups(messages):
+        answered |= {(start, message.get("tool_call_id", "")) for message in messages[start + 1 : end]}
+    for i, message in enumerate(messages):
+        if i in gone and isinstance(message.get("content"), str):
+            message["content"] = _INSIDE.sub(r"\1\2", message["content"])
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [call for call in calls if (i, call.get("id")) in answered]
+            if not message["tool_calls"]:
+                del message["tool_calls"]
+                message["content"] = message.get("content") or ""
+    return [*messages, {"role": "user", "content": REQUEST}]
+
+
+def rewritten(context: Context, replaced: tuple[int, int], summary: str) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    """The conversation with the summary in the place of the messages, and where each that stays comes to stand. Groups
+    with something pinned stay, behind the summary."""
+    pinned = _pinned(context)
+    kept = [i for i in range(len(context.messages)) if not replaced[0] <= i < replaced[1] or i in pinned]
+    messages = [dict(context.messages[i]) for i in kept]
+    messages.insert(replaced[0], {"role": "user", "content": f"{SUMMARY_OPENING}{summary}"})
+    return messages, {old: new + (new >= replaced[0]) for new, old in enumerate(kept)}
+
+
+def moved_marks(
+    marks: Sequence[Mark], places: dict[int, int], before: Sequence[MessageSpan], after: Sequence[MessageSpan]
+) -> list[Mark]:
+    """The marks of a rewritten conversation; those of messages that went go with them."""
+    starts = {span.message: span.start for span in after}
+    moved = []
+    for mark in marks:
+        if mark.message is not None:
+            if mark.message in places:
+                moved.append(mark.model_copy(update={"message": places[mark.message]}))
+            continue
+        assert mark.span is not None
+        home = next((span for span in before if span.start <= mark.span[0] < span.end), None)
+        if home is not None and home.message in places:
+            shift = starts[places[home.message]] - home.start
+            moved.append(mark.model_copy(update={"span": (mark.span[0] + shift, mark.span[1] + shift)}))
+    return moved
+
+
+def measured(decision: Decision, summary: Summary, reply: AkvReply, elapsed_ms: float) -> Decision:
+    """The decision to summarise with what it took; `reply` is the prefill of the rewritten conversation."""
+    return replace(
+        decision,
+        freed_tokens=decision.visible_tokens - reply.visible_tokens,
+        prefilled_tokens=summary.prefilled_tokens + reply.prefilled_tokens + reply.replayed_tokens,
+        generated_tokens=summary.generated_tokens,
+        elapsed_ms=elapsed_ms,
+    )
+
+
+def _is_summary(message: Message) -> bool:
+    return message.get("role") == "user" and str(message.get("content")).startswith(SUMMARY_OPENING)
+
+
+def _pinned(context: Context) -> set[int]:
+    """Messages of groups in which something is pinned."""
+    spans = [mark.span for mark in context.marks if mark.pinned and mark.span is not None]
+    pinned = {mark.message for mark in context.marks if mark.pinned and mark.message is not None}
+    pinned |= {s.message for s in context.spans for start, end in spans if start < s.end and s.start < end}
+    markings = [marking_of(message) for message in context.messages]
+    pinned |= {i for i, marking in enumerate(markings) if marking.pinned or KEEP_TAG in marking.tags}
+    ranges = [range(start, end) for start, end in groups(context.messages)]
+    return {i for group in ranges if not pinned.isdisjoint(group) for i in group}
