@@ -16,7 +16,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__AVX2__)
+#if defined(__AMX_INT8__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -132,8 +136,14 @@ INLINE void read_floats(float *to, const void *from, int n, int kind) {
         memcpy(to, from, (size_t)n * 4);
     else if (kind == BFLOAT16)
         for (int i = 0; i < n; i++) to[i] = from_bfloat16(((const uint16_t *)from)[i]);
-    else
-        for (int i = 0; i < n; i++) to[i] = (float)((const half *)from)[i];
+    else {
+        int i = 0;
+#if defined(__F16C__)
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const half *)from + i))));
+#endif
+        for (; i < n; i++) to[i] = (float)((const half *)from)[i];
+    }
 }
 
 INLINE void write_floats(void *to, const float *from, int n, int kind) {
@@ -158,6 +168,27 @@ static void *scratch(int purpose, size_t bytes) {
         if (!kept[purpose]) size[purpose] = 0;
     }
     return kept[purpose];
+}
+
+/* ------------------------------------------------------------------------------------------------ threads ------ */
+
+#define SMALL (1 << 15) /* elements, or equally long work, below which waking a thread costs more than it saves */
+
+/* work(args, begin, end) over [0, count) in runs of `grain`, which threads take as they come. */
+static void share(void (*work)(void *, int, int), void *args, int count, int grain, int64_t elements, int threads) {
+    if (grain < 1) grain = 1;
+    if (threads <= 1 || count <= grain || elements <= SMALL) {
+        if (count > 0) work(args, 0, count);
+        return;
+    }
+    int runs = (count + grain - 1) / grain;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads < runs ? threads : runs)
+    for (int n = 0; n < runs; n++) work(args, n * grain, (n + 1) * grain < count ? (n + 1) * grain : count);
+}
+
+/* For rows that all cost the same. */
+static void share_rows(void (*work)(void *, int, int), void *args, int count, int64_t elements, int threads) {
+    share(work, args, count, (count + 4 * threads - 1) / (4 * threads), elements, threads);
 }
 
 /* ----------------------------------------------------------------------------------------------- rotation ------ */
@@ -585,27 +616,103 @@ static void clear_total(const RowBlock *rb, const Call *c, Task *t) {
     memset(t->total, 0, (size_t)m * c->head_dim * sizeof(float));
 }
 
-/* The attention mass of each page, from the finished rows' largest score and inverse sum: scores once more. */
-static void add_mass(const Call *c, const RowBlock *blocks, int num_blocks, int seq, const float *row_weight, float *mass,
-                     Task *t) {
+typedef struct { /* all the work of one call; a task is one block of rows and one KV head */
+    const Call *call;
+    const RowBlock *blocks;
+    int num_blocks, most_rows, max_chunks;
+    float *parts;      /* [tasks][max_chunks][most_rows * (head_dim + 2)] where chunks are shared out, else NULL */
+    float *row_weight; /* [num_rows][num_q_heads][2] where page_mass is wanted, else NULL */
+    float *page_mass;
+    int failed;
+} Work;
+
+static int work_memory(Work *work, Task *t) {
+    *t = task_memory(work->most_rows, work->call->head_dim);
+    if (!t->turned) work->failed = 1; /* whoever fails writes the same 1 */
+    return !work->failed;
+}
+
+static void fold_rows(const Call *c, const RowBlock *rb, Task *t, const float *most, const float *sum, const float *acc) {
+    int d = c->head_dim;
+    for (int i = 0; i < rb->num_rows * c->group; i++)
+        fold(t->total_most + i, t->total_sum + i, t->total + i * d, most[i], sum[i], acc + i * d, d);
+}
+
+static void whole_tasks(void *args, int begin, int end) {
+    Work *work = args;
+    const Call *c = work->call;
+    Task t;
+    if (!work_memory(work, &t)) return;
+    for (int n = begin; n < end; n++) { /* a prompt's last rows see most: begin with the longest */
+        int task = work->num_blocks * c->num_kv_heads - 1 - n, head = task % c->num_kv_heads;
+        const RowBlock *rb = work->blocks + task / c->num_kv_heads;
+        clear_total(rb, c, &t);
+        for (int chunk = 0; chunk * BLOCK * CHUNK < rb->num_keys; chunk++) {
+            attend_chunk(c, rb, head, chunk, &t);
+            fold_rows(c, rb, &t, t.most, t.sum, t.acc);
+        }
+        finish(c, rb, head, &t, work->row_weight);
+    }
+}
+
+static float *part_of(const Work *work, int task, int chunk) {
+    return work->parts + ((size_t)task * work->max_chunks + chunk) * work->most_rows * (work->call->head_dim + 2);
+}
+
+static void single_chunks(void *args, int begin, int end) {
+    Work *work = args;
+    const Call *c = work->call;
+    Task t;
+    if (!work_memory(work, &t)) return;
+    for (int n = begin; n < end; n++) {
+        int task = n / work->max_chunks, chunk = n % work->max_chunks;
+        const RowBlock *rb = work->blocks + task / c->num_kv_heads;
+        if (chunk * BLOCK * CHUNK >= rb->num_keys) continue;
+        t.most = part_of(work, task, chunk), t.sum = t.most + work->most_rows, t.acc = t.sum + work->most_rows;
+        attend_chunk(c, rb, task % c->num_kv_heads, chunk, &t);
+    }
+}
+
+static void fold_tasks(void *args, int begin, int end) {
+    Work *work = args;
+    const Call *c = work->call;
+    Task t;
+    if (!work_memory(work, &t)) return;
+    for (int task = begin; task < end; task++) {
+        const RowBlock *rb = work->blocks + task / c->num_kv_heads;
+        clear_total(rb, c, &t);
+        for (int chunk = 0; chunk * BLOCK * CHUNK < rb->num_keys; chunk++) {
+            const float *most = part_of(work, task, chunk), *sum = most + work->most_rows;
+            fold_rows(c, rb, &t, most, sum, sum + work->most_rows);
+        }
+        finish(c, rb, task % c->num_kv_heads, &t, work->row_weight);
+    }
+}
+
+/* The attention mass of the pages of sequences [begin, end): the scores once more, and each finished row's largest
+ * score and inverse sum. */
+static void mass_of_sequences(void *args, int begin, int end) {
+    Work *work = args;
+    const Call *c = work->call;
     const Plan *plan = c->plan;
-    float *page_mass = mass + plan->seq_pages[seq];
-    for (int n = 0; n < num_blocks; n++) {
-        const RowBlock *rb = blocks + n;
-        if (rb->seq != seq) continue;
-        for (int head = 0; head < c->num_kv_heads; head++) {
-            int segment = plan->seq_segments[seq], before = 0, turned_for = -1;
-            for (int b = 0; b * BLOCK < rb->num_keys; b++) {
-                KeyBlock block;
-                find_keys(plan, seq, b, rb->num_keys, &segment, &before, &block);
-                score_block(c, rb, head, &block, t, &turned_for);
-                for (int r = 0; r < rb->num_rows; r++) {
-                    int seen = count_seen(&block, plan->row_index[rb->row + r]);
-                    for (int h = 0; h < c->group; h++) {
-                        const float *w = row_weight + 2 * ((size_t)(rb->row + r) * c->num_q_heads + head * c->group + h);
-                        const float *score = t->score + (r * c->group + h) * BLOCK;
-                        for (int j = 0; j < seen; j++) page_mass[block.entry[j]] += exp2_one(score[j] - w[0]) * w[1];
-                    }
+    Task t;
+    if (!work_memory(work, &t)) return;
+    for (int n = 0; n < work->num_blocks * c->num_kv_heads; n++) {
+        const RowBlock *rb = work->blocks + n / c->num_kv_heads;
+        if (rb->seq < begin || rb->seq >= end) continue;
+        float *page_mass = work->page_mass + plan->seq_pages[rb->seq];
+        int head = n % c->num_kv_heads, segment = plan->seq_segments[rb->seq], before = 0, turned_for = -1;
+        for (int b = 0; b * BLOCK < rb->num_keys; b++) {
+            KeyBlock block;
+            find_keys(plan, rb->seq, b, rb->num_keys, &segment, &before, &block);
+            score_block(c, rb, head, &block, &t, &turned_for);
+            for (int r = 0; r < rb->num_rows; r++) {
+                int seen = count_seen(&block, plan->row_index[rb->row + r]);
+                for (int h = 0; h < c->group; h++) {
+                    size_t at = (size_t)(rb->row + r) * c->num_q_heads + head * c->group + h;
+                    const float *weight = work->row_weight + 2 * at, *score = t.score + (r * c->group + h) * BLOCK;
+                    for (int j = 0; j < seen; j++)
+                        page_mass[block.entry[j]] += exp2_one(score[j] - weight[0]) * weight[1];
                 }
             }
         }
@@ -619,14 +726,15 @@ EXPORT int akv_attention(const Plan *plan, const float *q, int64_t q_stride, con
     int group = num_q_heads / num_kv_heads, d = head_dim;
     Call c = {plan, q, q_stride, out, k_pages, v_pages, kind, num_q_heads, num_kv_heads, d, group, scale * 1.44269504f};
     int rows_per_block = group < TASK_HEADS ? TASK_HEADS / group : 1;
-    int num_rows = plan->seq_rows[plan->num_seqs], num_blocks = 0, max_chunks = 0;
+    int num_rows = plan->seq_rows[plan->num_seqs];
 
-    if (num_rows == 0) return 0;
     size_t block_bytes = ((size_t)num_rows * sizeof(RowBlock) + 63) & ~(size_t)63;
-    char *memory = scratch(SCRATCH_CALL, block_bytes + (size_t)num_rows * num_q_heads * 2 * sizeof(float));
+    char *memory = scratch(SCRATCH_CALL, block_bytes + (size_t)num_rows * num_q_heads * 2 * sizeof(float) + 64);
     if (!memory) return -1;
     RowBlock *blocks = (RowBlock *)memory;
-    float *row_weight = page_mass ? (float *)(memory + block_bytes) : NULL;
+    Work work = {.call = &c, .blocks = blocks, .page_mass = page_mass};
+    if (page_mass) work.row_weight = (float *)(memory + block_bytes);
+    int64_t products = 0;
     for (int s = 0; s < plan->num_seqs; s++)
         for (int row = plan->seq_rows[s]; row < plan->seq_rows[s + 1]; row += rows_per_block) {
             int left = plan->seq_rows[s + 1] - row;
@@ -637,102 +745,93 @@ EXPORT int akv_attention(const Plan *plan, const float *q, int64_t q_stride, con
                 rb.num_keys += reach < plan->seg_length[g] ? reach : plan->seg_length[g];
             }
             int chunks = (rb.num_keys + BLOCK * CHUNK - 1) / (BLOCK * CHUNK);
-            if (chunks > max_chunks) max_chunks = chunks;
-            blocks[num_blocks++] = rb;
+            if (chunks > work.max_chunks) work.max_chunks = chunks;
+            if (rb.num_rows * group > work.most_rows) work.most_rows = rb.num_rows * group;
+            products += (int64_t)rb.num_rows * rb.num_keys * num_q_heads * d;
+            blocks[work.num_blocks++] = rb;
         }
-    int most_rows = group * rows_per_block, tasks = num_blocks * num_kv_heads, failed = 0;
-
-    if (max_chunks > 1 && threads > 1 && tasks < 4 * threads) { /* too few tasks to share out whole: share the chunks */
-        size_t part = (size_t)most_rows * (d + 2);
-        float *parts = scratch(SCRATCH_PARTS, part * tasks * max_chunks * sizeof(float));
-        if (!parts) return -1;
-#pragma omp parallel num_threads(threads)
-        {
-            Task t = task_memory(most_rows, d);
-            if (!t.turned) failed = 1;
-#pragma omp barrier
-            if (!failed) {
-#pragma omp for schedule(dynamic, 1)
-                for (int n = 0; n < tasks * max_chunks; n++) {
-                    const RowBlock *rb = blocks + n / max_chunks / num_kv_heads;
-                    int chunk = n % max_chunks;
-                    if (chunk * BLOCK * CHUNK >= rb->num_keys) continue;
-                    t.most = parts + part * n, t.sum = t.most + most_rows, t.acc = t.sum + most_rows;
-                    attend_chunk(&c, rb, n / max_chunks % num_kv_heads, chunk, &t);
-                }
-#pragma omp for schedule(dynamic, 1)
-                for (int n = 0; n < tasks; n++) {
-                    const RowBlock *rb = blocks + n / num_kv_heads;
-                    clear_total(rb, &c, &t);
-                    for (int chunk = 0; chunk * BLOCK * CHUNK < rb->num_keys; chunk++) {
-                        float *most = parts + part * ((size_t)n * max_chunks + chunk);
-                        float *sum = most + most_rows, *acc = sum + most_rows;
-                        for (int i = 0; i < rb->num_rows * group; i++)
-                            fold(t.total_most + i, t.total_sum + i, t.total + i * d, most[i], sum[i], acc + i * d, d);
-                    }
-                    finish(&c, rb, n % num_kv_heads, &t, row_weight);
-                }
-            }
-        }
-    } else {
-#pragma omp parallel num_threads(threads < tasks ? threads : tasks) if (threads > 1 && tasks > 1)
-        {
-            Task t = task_memory(most_rows, d);
-            if (!t.turned) failed = 1;
-#pragma omp for schedule(dynamic, 1)
-            for (int n = tasks - 1; n >= 0; n--) { /* a prompt's last rows see most: begin with the longest */
-                if (!t.turned) continue;
-                const RowBlock *rb = blocks + n / num_kv_heads;
-                clear_total(rb, &c, &t);
-                for (int chunk = 0; chunk * BLOCK * CHUNK < rb->num_keys; chunk++) {
-                    attend_chunk(&c, rb, n % num_kv_heads, chunk, &t);
-                    for (int i = 0; i < rb->num_rows * group; i++)
-                        fold(t.total_most + i, t.total_sum + i, t.total + i * d, t.most[i], t.sum[i], t.acc + i * d, d);
-                }
-                finish(&c, rb, n % num_kv_heads, &t, row_weight);
-            }
-        }
-    }
-    if (failed) return -1;
-    if (page_mass) {
-#pragma omp parallel num_threads(threads) if (threads > 1 && plan->num_seqs > 1)
-        {
-            Task t = task_memory(most_rows, d);
-            if (!t.turned) failed = 1;
-#pragma omp for schedule(dynamic, 1)
-            for (int s = 0; s < plan->num_seqs; s++)
-                if (t.turned) add_mass(&c, blocks, num_blocks, s, row_weight, page_mass, &t);
-        }
-    }
-    return failed ? -1 : 0;
+    int tasks = work.num_blocks * num_kv_heads;
+    if (work.max_chunks > 1 && threads > 1 && tasks < 4 * threads) { /* too few to share out whole: share their chunks */
+        size_t part = (size_t)work.most_rows * (d + 2) * sizeof(float);
+        work.parts = scratch(SCRATCH_PARTS, part * tasks * work.max_chunks);
+        if (!work.parts) return -1;
+        share(single_chunks, &work, tasks * work.max_chunks, 1, products / 4, threads);
+        share(fold_tasks, &work, tasks, 1, products / 256, threads);
+    } else
+        share(whole_tasks, &work, tasks, 1, products / 4, threads);
+    if (page_mass && !work.failed) share(mass_of_sequences, &work, plan->num_seqs, 1, products / 4, threads);
+    return work.failed ? -1 : 0;
 }
 
 /* ----------------------------------------------------------------------------------------- its neighbours ------ */
 
-#define SMALL (1 << 15) /* elements below which a thread's start costs more than it saves */
+
+typedef struct {
+    float *q;
+    int64_t q_stride;
+    const float *k;
+    int64_t k_stride;
+    const float *v;
+    int64_t v_stride;
+    char *k_pages, *v_pages;
+    const int64_t *slots;
+    const float *rotation;
+    int num_q_heads, num_kv_heads, head_dim, half_dim, interleaved, kind;
+    float scale;
+} Rope;
+
+static void rope_tokens(void *args, int begin, int end) {
+    Rope a = *(Rope *)args;
+    size_t head_bytes = element_size(a.kind) * a.head_dim, token_bytes = head_bytes * a.num_kv_heads;
+    for (int64_t t = begin; t < end; t++) {
+        const float *table = a.rotation + t * 2 * a.half_dim;
+        for (int h = 0; h < a.num_q_heads; h++) {
+            float *x = a.q + t * a.q_stride + (size_t)h * a.head_dim, turned[MAX_HEAD_DIM];
+            turn(turned, x, table, a.half_dim, a.head_dim, a.interleaved, 1, a.scale, 1);
+            memcpy(x, turned, a.head_dim * sizeof(float));
+        }
+        if (a.slots[t] < 0) continue;
+        char *key = a.k_pages + a.slots[t] * token_bytes, *value = a.v_pages + a.slots[t] * token_bytes;
+        for (int h = 0; h < a.num_kv_heads; h++) {
+            float turned[MAX_HEAD_DIM];
+            const float *x = a.k + t * a.k_stride + (size_t)h * a.head_dim;
+            turn(turned, x, table, a.half_dim, a.head_dim, a.interleaved, 1, a.scale, 1);
+            write_floats(key + h * head_bytes, turned, a.head_dim, a.kind);
+        }
+        write_floats(value, a.v + t * a.v_stride, a.num_kv_heads * a.head_dim, a.kind);
+    }
+}
 
 /* Contract: reference.rope_and_write; q is turned in place. Strides in floats from token to token. */
 EXPORT void akv_rope_and_write(float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
                                int64_t v_stride, void *k_pages, void *v_pages, const int64_t *slots,
                                const float *rotation, int num_tokens, int num_q_heads, int num_kv_heads, int head_dim,
                                int half_dim, int interleaved, float scale, int kind, int threads) {
-    size_t token_bytes = element_size(kind) * head_dim * num_kv_heads;
-    int64_t work = (int64_t)num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && work > SMALL)
-    for (int t = 0; t < num_tokens; t++) {
-        const float *table = rotation + (size_t)t * 2 * half_dim;
-        for (int h = 0; h < num_q_heads; h++) {
-            float *x = q + t * q_stride + (size_t)h * head_dim;
-            turn(x, x, table, half_dim, head_dim, interleaved, 1, scale, 1);
+    Rope args = {q,        q_stride,    k,            k_stride, v,        v_stride,    k_pages, v_pages, slots,
+                 rotation, num_q_heads, num_kv_heads, head_dim, half_dim, interleaved, kind,    scale};
+    share_rows(rope_tokens, &args, num_tokens, (int64_t)num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim, threads);
+}
+
+typedef struct {
+    char *k_pages, *v_pages;
+    const int64_t *src, *dst;
+    const float *rotation;
+    int num_kv_heads, head_dim, half_dim, interleaved, kind;
+} Repos;
+
+static void repos_tokens(void *args, int begin, int end) {
+    Repos a = *(Repos *)args;
+    size_t head_bytes = element_size(a.kind) * a.head_dim, token_bytes = head_bytes * a.num_kv_heads;
+    for (int64_t t = begin; t < end; t++) {
+        const char *from = a.k_pages + a.src[t] * token_bytes;
+        char *to = a.k_pages + a.dst[t] * token_bytes;
+        for (int h = 0; h < a.num_kv_heads; h++) {
+            float x[MAX_HEAD_DIM], turned[MAX_HEAD_DIM];
+            read_floats(x, from + h * head_bytes, a.head_dim, a.kind);
+            turn(turned, x, a.rotation + t * 2 * a.half_dim, a.half_dim, a.head_dim, a.interleaved, 1, 1, 1);
+            write_floats(to + h * head_bytes, turned, a.head_dim, a.kind);
         }
-        if (slots[t] < 0) continue;
-        char *key = (char *)k_pages + slots[t] * token_bytes, *value = (char *)v_pages + slots[t] * token_bytes;
-        for (int h = 0; h < num_kv_heads; h++) {
-            float turned[MAX_HEAD_DIM];
-            turn(turned, k + t * k_stride + (size_t)h * head_dim, table, half_dim, head_dim, interleaved, 1, scale, 1);
-            write_floats(key + element_size(kind) * h * head_dim, turned, head_dim, kind);
-        }
-        write_floats(value, v + t * v_stride, num_kv_heads * head_dim, kind);
+        memcpy(a.v_pages + a.dst[t] * token_bytes, a.v_pages + a.src[t] * token_bytes, token_bytes);
     }
 }
 
@@ -740,62 +839,76 @@ EXPORT void akv_rope_and_write(float *q, int64_t q_stride, const float *k, int64
 EXPORT void akv_repos_pages(void *k_pages, void *v_pages, const int64_t *src, const int64_t *dst, const float *rotation,
                             int num_tokens, int num_kv_heads, int head_dim, int half_dim, int interleaved, int kind,
                             int threads) {
-    size_t head_bytes = element_size(kind) * head_dim, token_bytes = head_bytes * num_kv_heads;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && (int64_t)num_tokens * token_bytes > 4 * SMALL)
-    for (int t = 0; t < num_tokens; t++) {
-        const char *from = (const char *)k_pages + src[t] * token_bytes;
-        char *to = (char *)k_pages + dst[t] * token_bytes;
-        for (int h = 0; h < num_kv_heads; h++) {
-            float x[MAX_HEAD_DIM];
-            read_floats(x, from + h * head_bytes, head_dim, kind);
-            turn(x, x, rotation + (size_t)t * 2 * half_dim, half_dim, head_dim, interleaved, 1, 1, 1);
-            write_floats(to + h * head_bytes, x, head_dim, kind);
+    Repos args = {k_pages, v_pages, src, dst, rotation, num_kv_heads, head_dim, half_dim, interleaved, kind};
+    share_rows(repos_tokens, &args, num_tokens, (int64_t)num_tokens * num_kv_heads * head_dim * 2, threads);
+}
+
+typedef struct {
+    const float *x, *residual, *weight;
+    float eps, *out, *total;
+    int hidden;
+} Norm;
+
+static void norm_rows(void *args, int begin, int end) {
+    Norm a = *(Norm *)args;
+    for (int64_t row = begin; row < end; row++) {
+        const float *from = a.x + row * a.hidden;
+        float *to = a.out + row * a.hidden;
+        if (a.residual) {
+            float *sum = a.total + row * a.hidden;
+            for (int i = 0; i < a.hidden; i++) sum[i] = from[i] + a.residual[row * a.hidden + i];
+            from = sum;
         }
-        memcpy((char *)v_pages + dst[t] * token_bytes, (const char *)v_pages + src[t] * token_bytes, token_bytes);
+        vf squares = splat(0);
+        int i = 0;
+        for (; i + VL <= a.hidden; i += VL) squares += load(from + i) * load(from + i);
+        float square = sum_lanes(squares);
+        for (; i < a.hidden; i++) square += from[i] * from[i];
+        float norm = 1 / sqrtf(square / a.hidden + a.eps);
+        for (i = 0; i < a.hidden; i++) to[i] = from[i] * norm * a.weight[i];
     }
 }
 
 /* Contract: reference.rms_norm. `residual` and `total` are both given or both NULL. */
 EXPORT void akv_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *out, float *total,
-                         int64_t num_rows, int hidden, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && num_rows * hidden > SMALL)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const float *from = x + row * hidden;
-        float *to = out + row * hidden;
-        if (residual) {
-            float *sum = total + row * hidden;
-            for (int i = 0; i < hidden; i++) sum[i] = from[i] + residual[row * hidden + i];
-            from = sum;
-        }
-        vf squares = splat(0);
-        int i = 0;
-        for (; i + VL <= hidden; i += VL) squares += load(from + i) * load(from + i);
-        float square = sum_lanes(squares);
-        for (; i < hidden; i++) square += from[i] * from[i];
-        float norm = 1 / sqrtf(square / hidden + eps);
-        for (i = 0; i < hidden; i++) to[i] = from[i] * norm * weight[i];
-    }
+                         int num_rows, int hidden, int threads) {
+    Norm args = {x, residual, weight, eps, out, total, hidden};
+    share_rows(norm_rows, &args, num_rows, (int64_t)num_rows * hidden, threads);
 }
 
-/* Contract: reference.silu_mul. silu(x) = x / (1 + e^-x); past |x| = 87 the exponential saturates, far below rounding. */
-EXPORT void akv_silu_mul(const float *gate_up, float *out, int64_t num_rows, int size, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && num_rows * size > SMALL)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const float *gate = gate_up + row * 2 * size, *up = gate + size;
-        float *to = out + row * size;
-        for (int i = 0; i < size; i += VL) {
+typedef struct {
+    const float *gate_up;
+    float *out;
+    int size;
+} Silu;
+
+/* silu(x) = x / (1 + 2^(-x log2 e)), the power held within +-126: what that changes is far below rounding. */
+static void silu_rows(void *args, int begin, int end) {
+    Silu a = *(Silu *)args;
+    for (int64_t row = begin; row < end; row++) {
+        const float *gate = a.gate_up + row * 2 * a.size, *up = gate + a.size;
+        float *to = a.out + row * a.size;
+        for (int i = 0; i < a.size; i += VL) {
+            int n = a.size - i < VL ? a.size - i : VL;
             vf g = splat(0), u = splat(0);
-            int n = size - i < VL ? size - i : VL;
             if (n == VL)
                 g = load(gate + i), u = load(up + i);
             else
                 memcpy(&g, gate + i, n * sizeof(float)), memcpy(&u, up + i, n * sizeof(float));
-            vf power = vmax(g * -1.44269504f, splat(-126));
-            power = -vmax(-power, splat(-126)); /* at most 126 */
+            vf power = -vmax(g * 1.44269504f, splat(-126)); /* exp2_lanes holds the other side */
             vf y = g / (1.0f + exp2_lanes(power)) * u;
-            memcpy(to + i, &y, n * sizeof(float));
+            if (n == VL)
+                store(to + i, y);
+            else
+                memcpy(to + i, &y, n * sizeof(float));
         }
     }
+}
+
+/* Contract: reference.silu_mul. */
+EXPORT void akv_silu_mul(const float *gate_up, float *out, int num_rows, int size, int threads) {
+    Silu args = {gate_up, out, size};
+    share_rows(silu_rows, &args, num_rows, (int64_t)num_rows * size, threads);
 }
 
 /* ------------------------------------------------------------------------------------------- int8 linear ------- */
@@ -851,54 +964,119 @@ static void quantise_row(const float *x, int size, int groups, int8_t *q, float 
 #define TILE_ROWS 6
 #define TILE_WIDE 4
 
+/* dot += bytes . quad. The intrinsic is the same instruction, but gcc 12 copies its sum in and out of memory. */
+INLINE void add_bytes(__m512i *dot, __m512i bytes, __m512i quad) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*dot) : "v"(bytes), "v"(quad));
+}
+
+/* sum + (dot + shift) * by_row * scale, for the outputs of a block and one group of inputs. */
+INLINE __m512 add_group(__m512 sum, const int32_t *dot, int32_t shift, float by_row, const uint16_t *scales) {
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
+    __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    __m512i right = _mm512_add_epi32(_mm512_load_si512(dot), _mm512_set1_epi32(shift));
+    return _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(right), _mm512_set1_ps(by_row)), scale, sum);
+}
+
 INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
     int groups = a->groups;
     size_t per_block = (size_t)groups * QUADS * LANES * 4;
     const uint8_t *weights = a->weights + block * per_block;
     const int8_t *x = a->x + (size_t)row * groups * GROUP;
-    __m512 sum[TILE_ROWS][TILE_WIDE];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int w = 0; w < wide; w++) sum[r][w] = _mm512_setzero_ps();
     for (int g = 0; g < groups; g++) {
+        int32_t dots[TILE_ROWS * TILE_WIDE * LANES] __attribute__((aligned(64)));
+        const int8_t *quads = x + (size_t)g * GROUP;
+        const uint8_t *bytes = weights + (size_t)g * QUADS * LANES * 4;
         __m512i dot[TILE_ROWS][TILE_WIDE];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int w = 0; w < wide; w++) dot[r][w] = _mm512_set1_epi32(a->x_shift[(size_t)(row + r) * groups + g]);
-#pragma GCC unroll 2
+            for (int w = 0; w < wide; w++) dot[r][w] = _mm512_setzero_si512();
         for (int k = 0; k < QUADS; k++) {
             __m512i weight[TILE_WIDE];
 #pragma GCC unroll 4
-            for (int w = 0; w < wide; w++)
-                weight[w] = _mm512_loadu_si512(weights + w * per_block + ((size_t)g * QUADS + k) * LANES * 4);
+            for (int w = 0; w < wide; w++) weight[w] = _mm512_loadu_si512(bytes + w * per_block + (size_t)k * LANES * 4);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 int32_t quad;
-                memcpy(&quad, x + ((size_t)r * groups + g) * GROUP + 4 * k, 4);
+                memcpy(&quad, quads + (size_t)r * groups * GROUP + 4 * k, 4);
 #pragma GCC unroll 4
-                for (int w = 0; w < wide; w++)
-                    dot[r][w] = _mm512_dpbusd_epi32(dot[r][w], weight[w], _mm512_set1_epi32(quad));
+                for (int w = 0; w < wide; w++) add_bytes(&dot[r][w], weight[w], _mm512_set1_epi32(quad));
             }
         }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) _mm512_store_si512(dots + (r * TILE_WIDE + w) * LANES, dot[r][w]);
         for (int w = 0; w < wide; w++) {
             const uint16_t *scales = a->scales + ((size_t)(block + w) * groups + g) * LANES;
-            __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
-            __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-#pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                __m512 by_row = _mm512_set1_ps(a->x_scale[(size_t)(row + r) * groups + g]);
-                sum[r][w] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[r][w]), by_row), scale, sum[r][w]);
+                int at = (r * TILE_WIDE + w) * LANES;
+                size_t of_x = (size_t)(row + r) * groups + g;
+                __m512 sum = g ? _mm512_loadu_ps(out + at) : _mm512_setzero_ps();
+                _mm512_storeu_ps(out + at, add_group(sum, dots + at, a->x_shift[of_x], a->x_scale[of_x], scales));
             }
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int w = 0; w < wide; w++) _mm512_storeu_ps(out + (r * TILE_WIDE + w) * LANES, sum[r][w]);
 }
+
+#if defined(__AMX_INT8__) && defined(__linux__)
+#define AMX_ROWS 16
+
+/* The matrix unit multiplies 16 rows by one tile of weights in one instruction; the kernel must allow it first. */
+static int has_amx(void) {
+    static int known = 0; /* 1: yes, -1: no; asking twice does no harm */
+    if (!known) known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : -1;
+    return known > 0;
+}
+
+static void amx_begin(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } __attribute__((aligned(64))) config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+    _tile_loadconfig(&config);
+}
+
+/* int8_tile for 16 rows and one block of outputs: the same integers, then the same operations on floats. */
+static void amx_tile(const Quantised *a, int row, int block, float *out) {
+    int groups = a->groups;
+    const uint8_t *weights = a->weights + (size_t)block * groups * QUADS * LANES * 4;
+    const uint16_t *scales = a->scales + (size_t)block * groups * LANES;
+    const int8_t *x = a->x + (size_t)row * groups * GROUP;
+    const float *x_scale = a->x_scale + (size_t)row * groups;
+    const int32_t *x_shift = a->x_shift + (size_t)row * groups;
+    size_t stride = (size_t)groups * GROUP;
+    int32_t dots[4][AMX_ROWS * LANES] __attribute__((aligned(64)));
+    __m512 sum[AMX_ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < AMX_ROWS; r++) sum[r] = _mm512_setzero_ps();
+    for (int first = 0; first < groups; first += 4) {
+        int count = groups - first < 4 ? groups - first : 4;
+#define MULTIPLY(i)                                                                     \
+    if (i < count) {                                                                    \
+        _tile_zero(i);                                                                  \
+        _tile_loadd(4, x + (first + i) * GROUP, stride);                                \
+        _tile_loadd(5, weights + (size_t)(first + i) * QUADS * LANES * 4, LANES * 4);   \
+        _tile_dpbsud(i, 4, 5);                                                          \
+        _tile_stored(i, dots[i], LANES * 4);                                            \
+    }
+        MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
+#undef MULTIPLY
+        for (int i = 0; i < count; i++) {
+            int g = first + i;
+#pragma GCC unroll 16
+            for (int r = 0; r < AMX_ROWS; r++) {
+                size_t of_x = (size_t)r * groups + g;
+                sum[r] = add_group(sum[r], dots[i] + r * LANES, x_shift[of_x], x_scale[of_x], scales + g * LANES);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < AMX_ROWS; r++) _mm512_storeu_ps(out + r * LANES, sum[r]);
+}
+#endif
 
 #elif defined(__AVX2__)
 #define TILE_ROWS 2
@@ -996,47 +1174,77 @@ static void int8_rows(int rows, int wide, const Quantised *a, int row, int block
 #undef NARROW
 }
 
+static void put_tile(float *out, int num_outputs, int row, int rows, int block, int wide, const float *tile, int stride) {
+    int first = block * LANES, width = wide * LANES;
+    if (width > num_outputs - first) width = num_outputs - first;
+    for (int r = 0; r < rows; r++)
+        memcpy(out + (size_t)(row + r) * num_outputs + first, tile + r * stride, width * sizeof(float));
+}
+
 #define TASK_ROWS 96  /* of TILE_ROWS */
 #define TASK_BLOCKS 8 /* of LANES outputs */
+
+typedef struct {
+    Quantised a;
+    const float *x;
+    float *out;
+    int64_t x_stride;
+    int num_rows, num_inputs, num_outputs, row_tasks;
+} Linear;
+
+static void quantise_rows(void *args, int begin, int end) {
+    Linear *l = args;
+    size_t groups = l->a.groups;
+    for (size_t r = begin; r < (size_t)end; r++)
+        quantise_row(l->x + r * l->x_stride, l->num_inputs, l->a.groups, (int8_t *)l->a.x + r * groups * GROUP,
+                     (float *)l->a.x_scale + r * groups, (int32_t *)l->a.x_shift + r * groups);
+}
+
+static void linear_tasks(void *args, int begin, int end) {
+    Linear *l = args;
+    int blocks = (l->num_outputs + LANES - 1) / LANES;
+    for (int n = begin; n < end; n++) {
+        int row = n % l->row_tasks * TASK_ROWS, block_begin = n / l->row_tasks * TASK_BLOCKS;
+        int row_end = row + TASK_ROWS < l->num_rows ? row + TASK_ROWS : l->num_rows;
+        int block_end = block_begin + TASK_BLOCKS < blocks ? block_begin + TASK_BLOCKS : blocks;
+#if defined(AMX_ROWS)
+        if (row_end - row >= AMX_ROWS && has_amx()) {
+            amx_begin();
+            for (; row + AMX_ROWS <= row_end; row += AMX_ROWS)
+                for (int block = block_begin; block < block_end; block++) {
+                    float tile[AMX_ROWS * LANES];
+                    amx_tile(&l->a, row, block, tile);
+                    put_tile(l->out, l->num_outputs, row, AMX_ROWS, block, 1, tile, LANES);
+                }
+            _tile_release();
+        }
+#endif
+        for (int block = block_begin; block < block_end;) {
+            int wide = block_end - block >= TILE_WIDE ? TILE_WIDE : 1;
+            for (int r = row; r < row_end; r += TILE_ROWS) {
+                int rows = row_end - r < TILE_ROWS ? row_end - r : TILE_ROWS;
+                float tile[TILE_ROWS * TILE_WIDE * LANES];
+                int8_rows(rows, wide, &l->a, r, block, tile);
+                put_tile(l->out, l->num_outputs, r, rows, block, wide, tile, TILE_WIDE * LANES);
+            }
+            block += wide;
+        }
+    }
+}
 
 /* x [num_rows][x_stride] float32 -> out [num_rows][num_outputs] float32. Returns 0, or -1 for want of memory. */
 EXPORT int akv_int8_linear(const float *x, int64_t x_stride, int num_rows, int num_inputs, const uint8_t *weights,
                            const uint16_t *scales, int num_outputs, float *out, int threads) {
     int groups = (num_inputs + GROUP - 1) / GROUP, blocks = (num_outputs + LANES - 1) / LANES;
     size_t x_bytes = (size_t)num_rows * groups * GROUP;
-    char *memory = scratch(SCRATCH_CALL, x_bytes + (size_t)num_rows * groups * 8);
+    char *memory = scratch(SCRATCH_CALL, x_bytes + (size_t)num_rows * groups * 8 + 64);
     if (!memory) return -1;
-    int8_t *q = (int8_t *)memory;
     float *x_scale = (float *)(memory + x_bytes);
-    int32_t *x_shift = (int32_t *)(x_scale + (size_t)num_rows * groups);
-    Quantised a = {q, x_scale, x_shift, weights, scales, groups};
+    Quantised a = {(int8_t *)memory, x_scale, (int32_t *)(x_scale + (size_t)num_rows * groups), weights, scales, groups};
     int row_tasks = (num_rows + TASK_ROWS - 1) / TASK_ROWS, block_tasks = (blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
-    int tasks = row_tasks * block_tasks;
-#pragma omp parallel num_threads(threads) if (threads > 1 && (int64_t)num_rows * num_inputs * num_outputs > 16 * SMALL)
-    {
-#pragma omp for
-        for (int r = 0; r < num_rows; r++)
-            quantise_row(x + r * x_stride, num_inputs, groups, q + (size_t)r * groups * GROUP,
-                         x_scale + (size_t)r * groups, x_shift + (size_t)r * groups);
-#pragma omp for schedule(dynamic, 1)
-        for (int n = 0; n < tasks; n++) {
-            int row_begin = n % row_tasks * TASK_ROWS, block_begin = n / row_tasks * TASK_BLOCKS;
-            int row_end = row_begin + TASK_ROWS < num_rows ? row_begin + TASK_ROWS : num_rows;
-            int block_end = block_begin + TASK_BLOCKS < blocks ? block_begin + TASK_BLOCKS : blocks;
-            for (int block = block_begin; block < block_end;) {
-                int wide = block_end - block >= TILE_WIDE ? TILE_WIDE : 1;
-                for (int row = row_begin; row < row_end; row += TILE_ROWS) {
-                    int rows = row_end - row < TILE_ROWS ? row_end - row : TILE_ROWS;
-                    float tile[TILE_ROWS * TILE_WIDE * LANES];
-                    int8_rows(rows, wide, &a, row, block, tile);
-                    int first = block * LANES, width = wide * LANES;
-                    if (width > num_outputs - first) width = num_outputs - first;
-                    for (int r = 0; r < rows; r++)
-                        memcpy(out + (size_t)(row + r) * num_outputs + first, tile + r * TILE_WIDE * LANES, width * 4);
-                }
-                block += wide;
-            }
-        }
-    }
+    Linear args = {a, x, out, x_stride, num_rows, num_inputs, num_outputs, row_tasks};
+    share_rows(quantise_rows, &args, num_rows, (int64_t)num_rows * num_inputs, threads);
+    int64_t products = (int64_t)num_rows * num_inputs * num_outputs;
+    share(linear_tasks, &args, row_tasks * block_tasks, 1, products / 16, threads);
     return 0;
 }

@@ -44,8 +44,8 @@ _SIGNATURES = {  # p: address, i: int, l: int64, f: float
     "akv_attention": "pplppiiiifppi",
     "akv_rope_and_write": "plplplppppiiiiiifii",
     "akv_repos_pages": "pppppiiiiiii",
-    "akv_rms_norm": "pppfpplii",
-    "akv_silu_mul": "pplii",
+    "akv_rms_norm": "pppfppiii",
+    "akv_silu_mul": "ppiii",
     "akv_int8_linear": "pliippipi",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
@@ -57,7 +57,9 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    )
 
 
 @cache
@@ -90,19 +92,34 @@ def library(march: str = "native") -> ctypes.CDLL:
     return loaded
 
 
-def _kind(pages: Tensor) -> int:
-    kind = _KINDS.get(pages.dtype)
+def _kind(k_pages: Tensor, v_pages: Tensor) -> int:
+    dtype = k_pages.dtype
+    kind = _KINDS.get(dtype)
     if kind is None or (kind == 1 and not library().akv_has_float16()):
-        raise ValueError(f"the CPU kernels have no pages of {pages.dtype} on this machine")
-    assert pages.is_contiguous()
+        raise ValueError(f"the CPU kernels have no pages of {dtype} on this machine")
+    assert v_pages.dtype is dtype and k_pages.is_contiguous() and v_pages.is_contiguous()
     return kind
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x in float32 with each row's elements side by side; rows may lie further apart, as views into a larger one."""
-    x = x.float()
-    inner = x[0] if len(x) else x
-    return x if inner.is_contiguous() else x.contiguous()
+def _heads(x: Tensor, head_dim: int) -> tuple[Tensor, int]:
+    """x [rows, heads, head_dim] in float32, each row's heads side by side, and the floats from row to row.
+
+    Rows may lie apart, as those of a view into a larger tensor do.
+    """
+    if x.dtype is not torch.float32:
+        x = x.float()
+    stride = x.stride()
+    if stride[2] != 1 or stride[1] != head_dim:
+        x = x.contiguous()
+        stride = x.stride()
+    return x, stride[0]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x in float32, contiguous."""
+    if x.dtype is not torch.float32:
+        x = x.float()
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def _check(status: int) -> None:
@@ -110,22 +127,21 @@ def _check(status: int) -> None:
         raise MemoryError("the CPU kernels could not get memory for their work")
 
 
-_last_plan: tuple[AttentionPlan, _Plan] | None = None
+_last_plan: tuple[AttentionPlan, object, int] | None = None
 
 
-def _plan_struct(plan: AttentionPlan) -> _Plan:
-    """The plan as C sees it; a model asks for the same one once per layer."""
+def _plan_struct(plan: AttentionPlan) -> tuple[AttentionPlan, object, int]:
+    """The plan, a reference to it as C sees it, and its number of rows; a model asks for the same one in each layer."""
     global _last_plan
     last = _last_plan
-    if last is not None and last[0] is plan:
-        return last[1]
-    for name in _Plan._pointers_:
-        assert getattr(plan, name).is_contiguous() and getattr(plan, name).device.type == "cpu"
-    addresses = [getattr(plan, name).data_ptr() for name in _Plan._pointers_]
-    half_dim = plan.seg_rotation.shape[-1]
-    struct = _Plan(*addresses, len(plan.seq_rows) - 1, plan.page_size, half_dim, plan.interleaved)
-    _last_plan = (plan, struct)
-    return struct
+    if last is None or last[0] is not plan:
+        for name in _Plan._pointers_:
+            assert getattr(plan, name).is_contiguous() and getattr(plan, name).device.type == "cpu"
+        addresses = [getattr(plan, name).data_ptr() for name in _Plan._pointers_]
+        half_dim = plan.seg_rotation.shape[-1]
+        struct = _Plan(*addresses, len(plan.seq_rows) - 1, plan.page_size, half_dim, plan.interleaved)
+        _last_plan = last = (plan, ctypes.byref(struct), len(plan.row_index))
+    return last
 
 
 def segment_batch_attention(
@@ -145,22 +161,24 @@ def segment_batch_attention(
     Raises ValueError for float8 pages (those need a GPU).
     """
     num_rows, num_q_heads, head_dim = q.shape
-    num_kv_heads = k_pages.shape[2]
-    kind = _kind(k_pages)
+    _, page_size, num_kv_heads, page_head_dim = page_shape = k_pages.shape
     if k_scale is not None or v_scale is not None:
         raise ValueError("scales belong to float8 pages, which the CPU kernels do not have")
-    assert head_dim <= _MAX_HEAD_DIM and num_q_heads % num_kv_heads == 0 and num_q_heads // num_kv_heads <= _MAX_GROUP
-    assert v_pages.dtype == k_pages.dtype and v_pages.is_contiguous() and v_pages.shape == k_pages.shape
-    assert k_pages.shape[1] == plan.page_size and k_pages.shape[3] == head_dim and len(plan.row_index) == num_rows
+    kind = _kind(k_pages, v_pages)
+    _, struct, num_plan_rows = _plan_struct(plan)
+    assert num_rows == num_plan_rows and page_size == plan.page_size and page_shape == v_pages.shape
+    assert head_dim == page_head_dim <= _MAX_HEAD_DIM
+    assert num_q_heads % num_kv_heads == 0 and num_q_heads // num_kv_heads <= _MAX_GROUP
     assert page_mass is None or (page_mass.dtype == torch.float32 and page_mass.shape == plan.page_table.shape)
-    rows = _rows(q)
+    rows, row_stride = _heads(q, head_dim)
     can_write = out is not None and out.dtype == torch.float32 and out.is_contiguous()
-    result = out if can_write and out is not None else torch.empty(q.shape, dtype=torch.float32)
+    result = out if can_write and out is not None else torch.empty(num_rows, num_q_heads, head_dim)
+    assert result.shape == q.shape
     _check(
         library().akv_attention(
-            ctypes.byref(_plan_struct(plan)),
+            struct,
             rows.data_ptr(),
-            rows.stride(0),
+            row_stride,
             k_pages.data_ptr(),
             v_pages.data_ptr(),
             kind,
@@ -174,7 +192,7 @@ def segment_batch_attention(
         )
     )
     if out is None:
-        return result.to(q.dtype)
+        return result if q.dtype is torch.float32 else result.to(q.dtype)
     return out if can_write else out.copy_(result)
 
 
@@ -192,32 +210,36 @@ def rope_and_write(
 ) -> Tensor:
     """See reference.rope_and_write. A float32 q is turned in place and returned."""
     num_tokens, num_q_heads, head_dim = q.shape
-    rows, keys, values = _rows(q), _rows(k), _rows(v)
-    assert slots.dtype == torch.int64 and slots.is_contiguous() and len(slots) == num_tokens
-    assert rotation.dtype == torch.float32 and rotation.is_contiguous() and len(rotation) == num_tokens
-    assert v_pages.is_contiguous() and k_pages.dtype == v_pages.dtype and head_dim <= _MAX_HEAD_DIM
+    num_kv_heads = k.shape[1]
+    kind = _kind(k_pages, v_pages)
+    assert v.shape == k.shape and k.shape[2] == head_dim <= _MAX_HEAD_DIM
+    assert slots.dtype is torch.int64 and slots.is_contiguous() and slots.numel() == num_tokens
+    assert rotation.dtype is torch.float32 and rotation.is_contiguous()
+    rows, row_stride = _heads(q, head_dim)
+    keys, key_stride = _heads(k, head_dim)
+    values, value_stride = _heads(v, head_dim)
     library().akv_rope_and_write(
         rows.data_ptr(),
-        rows.stride(0),
+        row_stride,
         keys.data_ptr(),
-        keys.stride(0),
+        key_stride,
         values.data_ptr(),
-        values.stride(0),
+        value_stride,
         k_pages.data_ptr(),
         v_pages.data_ptr(),
         slots.data_ptr(),
         rotation.data_ptr(),
         num_tokens,
         num_q_heads,
-        k.shape[1],
+        num_kv_heads,
         head_dim,
         rotation.shape[2],
         interleaved,
         scale,
-        _kind(k_pages),
+        kind,
         torch.get_num_threads(),
     )
-    return rows.to(q.dtype)
+    return rows if q.dtype is torch.float32 else rows.to(q.dtype)
 
 
 def repos_pages(
@@ -233,7 +255,8 @@ def repos_pages(
     _, _, num_kv_heads, head_dim = k_pages.shape
     assert all(slots.dtype == torch.int64 and slots.is_contiguous() for slots in (src_slots, dst_slots))
     assert rotation.dtype == torch.float32 and rotation.is_contiguous() and len(rotation) == len(src_slots)
-    assert v_pages.is_contiguous() and k_pages.dtype == v_pages.dtype and head_dim <= _MAX_HEAD_DIM
+    kind = _kind(k_pages, v_pages)
+    assert v_pages.shape == k_pages.shape and head_dim <= _MAX_HEAD_DIM
     library().akv_repos_pages(
         k_pages.data_ptr(),
         v_pages.data_ptr(),
@@ -245,7 +268,7 @@ def repos_pages(
         head_dim,
         rotation.shape[2],
         interleaved,
-        _kind(k_pages),
+        kind,
         torch.get_num_threads(),
     )
 
@@ -257,35 +280,38 @@ def rms_norm(
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See reference.rms_norm."""
-    dtype, hidden = x.dtype, x.shape[-1]
-    x, weight = x.float().contiguous(), weight.float().contiguous()
-    other = None if residual is None else residual.float().contiguous()
-    assert len(weight) == hidden and (other is None or other.shape == x.shape)
-    normed = torch.empty_like(x)
-    total = None if other is None else torch.empty_like(x)
+    hidden = x.shape[-1]
+    rows, weight = _dense(x), _dense(weight)
+    assert weight.numel() == hidden
+    normed, added, total = torch.empty_like(rows), None, None
+    if residual is not None:
+        assert residual.shape == x.shape
+        added, total = _dense(residual), torch.empty_like(rows)
     library().akv_rms_norm(
-        x.data_ptr(),
-        None if other is None else other.data_ptr(),
+        rows.data_ptr(),
+        None if added is None else added.data_ptr(),
         weight.data_ptr(),
         eps,
         normed.data_ptr(),
         None if total is None else total.data_ptr(),
-        x.numel() // hidden,
+        rows.numel() // hidden,
         hidden,
         torch.get_num_threads(),
     )
-    return normed.to(dtype) if total is None else (normed.to(dtype), total.to(dtype))
+    if x.dtype is not torch.float32:
+        normed, total = normed.to(x.dtype), None if total is None else total.to(x.dtype)
+    return normed if total is None else (normed, total)
 
 
 def silu_mul(
     gate_up: Tensor,  # [T, 2 * intermediate]
 ) -> Tensor:  # [T, intermediate]
     """See reference.silu_mul."""
-    pairs = gate_up.float().contiguous()
+    pairs = _dense(gate_up)
     num_rows, width = pairs.shape
     out = torch.empty(num_rows, width // 2)
     library().akv_silu_mul(pairs.data_ptr(), out.data_ptr(), num_rows, width // 2, torch.get_num_threads())
-    return out.to(gate_up.dtype)
+    return out if gate_up.dtype is torch.float32 else out.to(gate_up.dtype)
 
 
 class Int8Linear:
@@ -318,12 +344,16 @@ class Int8Linear:
         """The product, in x's dtype. Writes nothing but its result."""
         num_rows, num_inputs = x.shape
         assert num_inputs == self.num_inputs
-        rows = _rows(x)
+        rows = x if x.dtype is torch.float32 else x.float()
+        stride = rows.stride()
+        if stride[1] != 1:
+            rows = rows.contiguous()
+            stride = rows.stride()
         out = torch.empty(num_rows, self.num_outputs)
         _check(
             library().akv_int8_linear(
                 rows.data_ptr(),
-                rows.stride(0),
+                stride[0],
                 num_rows,
                 num_inputs,
                 self.weights.data_ptr(),
@@ -333,7 +363,7 @@ class Int8Linear:
                 torch.get_num_threads(),
             )
         )
-        return out.to(x.dtype)
+        return out if x.dtype is torch.float32 else out.to(x.dtype)
 
     def dequantised(self) -> Tensor:  # float32 [num_outputs, num_inputs]
         """The weight that the integers and scales stand for."""

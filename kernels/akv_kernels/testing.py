@@ -188,7 +188,7 @@ def make_attention_case(
     plans, by_position, qs, truths, torch_outs, masses = [], [], [], [], [], []
     for number, (spec, num_rows) in enumerate(zip(specs, rows, strict=True)):
         table = torch.tensor(tables[number])
-        slots, index, position, written = (
+        slots, indexes, positions, written = (
             torch.cat([torch.arange(part[column], part[column] + part[1]) for part in spec]) for column in (0, 2, 3, 4)
         )
         page, offset = table[slots // page_size], slots % page_size
@@ -196,11 +196,11 @@ def make_attention_case(
             k_pages[page, offset] = stored(rotate(randn(len(slots), num_kv_heads, head_dim), written, rotary), k_scale)
             v_pages[page, offset] = stored(randn(len(slots), num_kv_heads, head_dim), v_scale)
         bare = rotate(loaded(k_pages[page, offset], k_scale), -written, rotary)
-        key, value = rotate(bare, position, rotary), loaded(v_pages[page, offset], v_scale)
+        key, value = rotate(bare, positions, rotary), loaded(v_pages[page, offset], v_scale)
 
-        row_index, row_position = index[-num_rows:], position[-num_rows:]
+        row_index, row_position = indexes[-num_rows:], positions[-num_rows:]
         q = (2 * randn(num_rows, num_q_heads, head_dim)).to(dtype)
-        visible = index <= row_index[:, None]
+        visible = indexes <= row_index[:, None]
         truth, probability = dense_attention(q.double(), key, value, visible, head_dim**-0.5)
         torch_out, _ = dense_attention(q, key.to(dtype), value.to(dtype), visible, head_dim**-0.5)
         mass = torch.zeros(len(table), dtype=torch.float64)
