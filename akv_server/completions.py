@@ -80,8 +80,11 @@ class Completions:
                 generation.start()
                 self.sessions.keep_prompt(turn)
                 yield Completion(self, body, prompt, turn, generation)
-            except AkvError as error:
-                if error.code == "context_length_exceeded":  # the engine knows no fields
+            except Exception as error:
+                self.sessions.take_back(turn)
+                if (
+                    isinstance(error, AkvError) and error.code == "context_length_exceeded"
+                ):  # the engine knows no fields
                     error.param = "messages" if isinstance(body, ChatBody) else "prompt"
                 raise
             finally:

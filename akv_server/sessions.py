@@ -49,12 +49,14 @@ Prompt = Callable[[Stream], Continued]
 
 @dataclass
 class Turn:
-    """A completion on a session, from prompt to answer. `session` is None for a request that names none."""
+    """A completion on a session, from prompt to answer. `session` is None for a request that names none; `before` is
+    its stream, salt and newness before the prompt was kept."""
 
     session: Session | None
     salt: str
     stream: Stream
     warnings: list[str]
+    before: tuple[Stream, str, bool] | None = None
 
 
 class Sessions:
@@ -129,10 +131,16 @@ class Sessions:
         return await asyncio.to_thread(prepare)
 
     def keep_prompt(self, turn: Turn) -> None:
-        """From here on the session's stream is the prompt, whatever becomes of the answer."""
-        if turn.session:
-            turn.session.salt = turn.salt
-            self._replace(turn.session, turn.stream)
+        """The session's stream is the prompt now; it stays so if the client leaves before the answer is whole."""
+        if session := turn.session:
+            turn.before = turn.before or (session.stream, session.salt, session.is_new)
+            session.salt = turn.salt
+            self._replace(session, turn.stream)
+
+    def take_back(self, turn: Turn) -> None:
+        """The request failed: the session is as it was."""
+        if turn.session and turn.before:
+            turn.session.stream, turn.session.salt, turn.session.is_new = turn.before
 
     def keep_answer(self, turn: Turn, stream: Stream) -> None:
         """The session goes on with the answered prompt. All of it counts as computed: the engine computes the last

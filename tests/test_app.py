@@ -653,6 +653,12 @@ def test_a_request_larger_than_the_pool(tmp_path: Path) -> None:
         reply = client.post("/v1/completions", json={"prompt": [5] * 200, "max_tokens": 1})
         assert error_of(reply)[:2] == (503, "out_of_pages")
         assert "retry-after" in reply.headers
+        assert complete(client, [5] * 50, max_tokens=0, akv={"session": "s"})["choices"]
+        before = info_of(client, "s")
+        for stream in (False, True):
+            ask = {"prompt": [5] * 200, "max_tokens": 1, "stream": stream, "akv": {"session": "s"}}
+            assert error_of(client.post("/v1/completions", json=ask))[:2] == (503, "out_of_pages")
+            assert info_of(client, "s") == before
         assert complete(client, [5] * 50, max_tokens=20)["usage"]["completion_tokens"] == 20
         unbounded = chat(client, [user("hi")], max_tokens=None, ignore_eos=True)
         assert unbounded["choices"][0]["finish_reason"] == "length"
