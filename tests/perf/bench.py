@@ -1,0 +1,295 @@
+"""`make bench`: what a drop costs, and prefill and decode beside transformers, as ratios within one run.
+
+Every figure is measured here, on this machine, in this run: rivals take turns, so that a busy moment hits all, and the
+median counts. Keep the machine quiet. Prints a table and writes out/bench.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from akv_server import files, loader, weights
+from akv_server.engine import Engine, EngineConfig
+from akv_server.model import ModelConfig
+from akv_server.ops import History, Op
+from akv_server.sampler import SamplingParams
+from akv_server.scheduler import GeneratedToken, Outcome, Request
+
+STREAM, DROP, NEW = 4000, (1000, 3500), 64
+CONTEXT = 2048
+OUT = Path("out/bench.json")
+
+
+class Run:
+    """One request on an engine, with the time of each token since it was submitted."""
+
+    def __init__(
+        self, engine: Engine, tokens: list[int], history: History = (), *, max_tokens: int = 1, salt: str = ""
+    ) -> None:
+        self.token_times_s: list[float] = []
+        self.outcome: Outcome | None = None
+        start = time.perf_counter()
+
+        def on_token(token: GeneratedToken) -> None:
+            self.token_times_s.append(time.perf_counter() - start)
+
+        def on_done(outcome: Outcome) -> None:
+            self.outcome = outcome
+
+        engine.submit(
+            Request(
+                request_id=str(id(self)),
+                salt=salt,
+                tokens=tokens,
+                history=history,
+                sampling=SamplingParams(temperature=0),
+                max_tokens=max_tokens,
+                stop_token_ids=frozenset(),
+                on_token=on_token,
+                on_done=on_done,
+            )
+        )
+        while engine.step():
+            pass
+        assert self.outcome is not None
+        assert self.outcome.error is None, self.outcome.error
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times_s[0]
+
+    @property
+    def inter_token_s(self) -> float:
+        times = self.token_times_s
+        return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
+def some_tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1000, 40000), k=count)
+
+
+def take_turns(rounds: int, *rivals: Callable[[int], float]) -> list[float]:
+    """Medians of what each rival returned; every round runs all of them, in an order that rotates."""
+    results: list[list[float]] = [[] for _ in rivals]
+    for round_ in range(rounds):
+        for i in range(len(rivals)):
+            which = (i + round_) % len(rivals)
+            results[which].append(rivals[which](round_))
+    return [statistics.median(r) for r in results]
+
+
+def drop_against_none(engine: Engine, rounds: int) -> dict[str, float]:
+    """TTFT of 64 new tokens: after a drop of 2,500 of 4,000; with the same number visible and no drop; re-prefilled."""
+    engine.evict_all()
+    stream = some_tokens(STREAM, seed=1)
+    survivors = stream[: DROP[0]] + stream[DROP[1] :]
+    history = (Op("drop", STREAM, *DROP, repos=True),)
+    Run(engine, stream, max_tokens=0)
+    Run(engine, survivors, max_tokens=0, salt="no drop")
+
+    def dropped(round_: int) -> float:
+        run = Run(engine, stream + some_tokens(NEW, 100 + round_), history)
+        assert run.outcome.prefilled_tokens == NEW
+        return run.ttft_s
+
+    def not_dropped(round_: int) -> float:
+        run = Run(engine, survivors + some_tokens(NEW, 100 + round_), salt="no drop")
+        assert run.outcome.prefilled_tokens == NEW
+        return run.ttft_s
+
+    def re_prefilled(round_: int) -> float:
+        run = Run(engine, survivors + some_tokens(NEW, 100 + round_), salt=f"again {round_}")
+        assert run.outcome.prefilled_tokens == len(survivors) + NEW
+        return run.ttft_s
+
+    dropped(-2), not_dropped(-2)  # the first writer of a shared page goes on in place, later ones copy it: as agents do
+    after_drop, without = take_turns(3 * rounds, dropped, not_dropped)
+    (again,) = take_turns(max(2, rounds // 2), re_prefilled)
+    return {
+        "ttft_after_drop_ms": after_drop * 1e3,
+        "ttft_no_drop_ms": without * 1e3,
+        "ttft_re_prefill_ms": again * 1e3,
+        "after_drop_over_no_drop": after_drop / without,
+        "re_prefill_over_after_drop": again / after_drop,
+    }
+
+
+def transformers_model(config: ModelConfig) -> torch.nn.Module:
+    """The same weights in transformers, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_q_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_positions,
+            rope_theta=config.rope_theta,
+            rms_norm_eps=config.rms_norm_eps,
+            tie_word_embeddings=True,
+        )
+    ).eval()
+    with torch.no_grad(), weights.open_weights(files.resolve("default")) as (_, source):
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source(name))
+    return model
+
+
+def against_transformers(engines: dict[str, Engine], rounds: int) -> dict[str, float]:
+    """Prefill of 2,048 tokens, and decode behind them, in tokens/s and ms a token."""
+    model = transformers_model(next(iter(engines.values())).model.config)
+    prompt = some_tokens(CONTEXT, seed=2)
+    decode_tokens = 16
+    decode: dict[str, list[float]] = {name: [] for name in ("transformers", *engines)}
+
+    def theirs(_: int) -> float:
+        with torch.inference_mode():
+            start = time.perf_counter()
+            out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+            prefilled = time.perf_counter() - start
+            times = []
+            for _ in range(decode_tokens):
+                start = time.perf_counter()
+                token = out.logits[:, -1:].argmax(-1)
+                out = model(token, past_key_values=out.past_key_values, use_cache=True)
+                times.append(time.perf_counter() - start)
+        decode["transformers"].append(statistics.median(times))
+        return prefilled
+
+    def ours(name: str) -> Callable[[int], float]:
+        def run(round_: int) -> float:
+            engines[name].evict_all()
+            result = Run(engines[name], prompt, max_tokens=decode_tokens + 1)
+            decode[name].append(result.inter_token_s)
+            return result.ttft_s
+
+        return run
+
+    prefill = take_turns(rounds, theirs, *(ours(name) for name in engines))
+    figures: dict[str, float] = {}
+    for name, prefill_s in zip(("transformers", *engines), prefill, strict=True):
+        decode_s = statistics.median(decode[name])
+        figures[f"{name}_prefill_tokens_per_s"] = CONTEXT / prefill_s
+        figures[f"{name}_decode_ms"] = decode_s * 1e3
+        figures[f"{name}_prefill_over_transformers"] = prefill[0] / prefill_s
+        figures[f"{name}_decode_over_transformers"] = statistics.median(decode["transformers"]) / decode_s
+    return figures
+
+
+def quantisation_cost(engines: dict[str, Engine]) -> dict[str, float]:
+    """Mean KL(float32 || int8) per token, in nats, over this repository's own prose and code."""
+    from akv_server import tokenizer
+
+    encode = tokenizer.load(files.resolve("default")).encode
+    root = Path(__file__).resolve().parents[2]
+    texts = [p.read_text() for p in (root / "README.md", root / "akv_server/ops.py", root / "akv_sdk/types.py")]
+    total, count = 0.0, 0
+    for text in texts:
+        tokens = encode(text)[:1024]
+        p, q = (all_logits(engine, tokens).log_softmax(-1) for engine in engines.values())
+        total += float((p.exp() * (p - q)).sum())
+        count += len(tokens)
+    return {"int8_mean_kl_nats": total / count, "int8_kl_tokens": count}
+
+
+def all_logits(engine: Engine, tokens: list[int]) -> Tensor:
+    """float64 [num_tokens, vocab]: every logit of a prompt, taken where the engine scores it."""
+    rows: list[Tensor] = []
+    forward = engine.model.forward
+
+    def keep(*args: object) -> Tensor:
+        logits = forward(*args)  # type: ignore[arg-type]
+        rows.append(logits.double())
+        return logits
+
+    engine.model.forward = keep  # type: ignore[method-assign]
+    try:
+        engine.evict_all()
+        engine.submit(
+            Request("kl", "kl", tokens, (), SamplingParams(), 0, frozenset(), lambda _: None, num_prompt_logprobs=0)
+        )
+        while engine.step():
+            pass
+    finally:
+        del engine.model.forward
+    return torch.cat(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    console = Console()
+    found = files.resolve("default")
+    engines = {
+        kind: Engine(loader.load_model(found, weights_as=kind), EngineConfig(num_pages=512))
+        for kind in ("float32", "int8")
+    }
+    figures: dict[str, float] = {}
+    for kind, engine in engines.items():
+        console.print(f"[dim]first token after a drop, {kind} weights …")
+        figures |= {f"{kind}_{name}": value for name, value in drop_against_none(engine, rounds).items()}
+    console.print("[dim]prefill and decode beside transformers …")
+    figures |= against_transformers(engines, rounds)
+    console.print("[dim]what int8 weights cost in quality …")
+    figures |= quantisation_cost(engines)
+    report(console, figures)
+    machine = (
+        f"{platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    )
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps({"machine": machine, "rounds": rounds, **figures}, indent=1))
+    console.print(f"[dim]{machine}; medians of {rounds} rounds or more; all figures in {OUT}")
+
+
+def report(console: Console, figures: dict[str, float]) -> None:
+    goals = Table(title="Ratios within this run")
+    for column in ("what", "float32", "int8", "goal"):
+        goals.add_column(column, justify="left" if column == "what" else "right")
+    for what, key, goal in (
+        (f"TTFT of {NEW} tokens after a drop / with no drop", "after_drop_over_no_drop", "<= 1.05"),
+        ("re-prefill / TTFT after the drop", "re_prefill_over_after_drop", ">= 15"),
+        (f"prefill of {CONTEXT} tokens, speed over transformers", "prefill_over_transformers", ">= 1.5"),
+        (f"decode at {CONTEXT} tokens, speed over transformers", "decode_over_transformers", ">= 3"),
+    ):
+        goals.add_row(what, *(f"{figures[f'{kind}_{key}']:.2f}" for kind in ("float32", "int8")), goal)
+    console.print(goals)
+    absolute = Table(title="As measured")
+    for column in ("", "transformers", "AKV float32", "AKV int8"):
+        absolute.add_column(column, justify="right" if column else "left")
+    kinds = ("transformers", "float32", "int8")
+    for what, key, form in (
+        (f"prefill of {CONTEXT}, tokens/s", "prefill_tokens_per_s", "{:.0f}"),
+        (f"decode at {CONTEXT}, ms a token", "decode_ms", "{:.1f}"),
+        ("TTFT after the drop, ms", "ttft_after_drop_ms", "{:.1f}"),
+        ("TTFT with no drop, ms", "ttft_no_drop_ms", "{:.1f}"),
+        ("TTFT re-prefilled, ms", "ttft_re_prefill_ms", "{:.0f}"),
+    ):
+        values = [figures.get(f"{kind}_{key}") for kind in kinds]
+        absolute.add_row(what, *("" if value is None else form.format(value) for value in values))
+    console.print(absolute)
+    console.print(
+        f"mean KL(float32 || int8): {figures['int8_mean_kl_nats']:.4f} nats a token "
+        f"over {figures['int8_kl_tokens']:.0f} tokens of this repository"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The default model behind a real server: golden cases, restarts, memory. What a newcomer's first hour relies on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import akv_sdk
+from akv_server import loader
+from akv_server.loader import LoadedModel
+from tests.server import serving_model
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return loader.load("default", weights="float32")
+
+
+def test_golden_cases_through_the_api(loaded, shared):
+    with serving_model(loaded, pool_tokens=4096) as server:
+        done = subprocess.run(
+            [sys.executable, shared / "tools" / "golden_http.py", server.url, shared / "golden" / "cases.json"],
+            capture_output=True,
+            text=True,
+        )
+        server.engine.check()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "wrong greedy runs 0" in done.stdout
+
+
+def conversation(url: str, restart) -> list[list[int]]:
+    """Three turns of an agent that drops what it has read; `restart`, if given, follows each turn."""
+    answers = []
+    with akv_sdk.Client(url) as client:
+        session = client.session("agent")
+        session.system("You are a coding agent.")
+        session.user("Find the failing test.")
+        blocks = []
+        for turn in range(3):
+            lines = (f"tests/test_{turn}.py::test_{i} {'FAILED' if i == 7 else 'PASSED'}" for i in range(25))
+            blocks.append(session.observe("\n".join(lines), tool="bash"))
+            reply = session.complete(max_tokens=8, temperature=0)
+            answers.append(reply.token_ids)
+            assert reply.akv.replayed_tokens == 0 or restart
+            if turn == 0:
+                session.drop(blocks=[blocks[0]])
+            if restart:
+                restart()
+    return answers
+
+
+def test_a_restarted_server_replays_and_answers_the_same(loaded):
+    with serving_model(loaded, pool_tokens=4096) as server:
+        undisturbed = conversation(server.url, None)
+    with serving_model(loaded, pool_tokens=4096) as server:
+
+        def restart() -> None:
+            """All that a restart loses: sessions, history and KV."""
+            server.service.sessions._sessions.clear()
+            server.engine.evict_all()
+
+        assert conversation(server.url, restart) == undisturbed
+        assert server.engine.stats()["tokens_replayed"] == 0  # a server that knows nothing sees the stream as new
+
+
+def test_evicting_everything_between_turns_changes_no_answer(loaded):
+    with serving_model(loaded, pool_tokens=4096) as server:
+        undisturbed = conversation(server.url, None)
+    with serving_model(loaded, pool_tokens=4096) as server:
+        assert conversation(server.url, server.engine.evict_all) == undisturbed
+        assert server.engine.stats()["tokens_replayed"] > 0
+
+
+@contextmanager
+def akv_serve(*options: str) -> Iterator[tuple[str, int]]:
+    """The command itself, as a process: its address and process id."""
+    command = [sys.executable, "-m", "akv_server.cli", "serve", "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.match(r"serving +(http://\S+)/v1", line):
+                yield found[1], process.pid
+                break
+        else:
+            raise AssertionError("the server did not start")
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_memory_stays_small(weights):
+    with akv_serve("--weights", weights, "--pool-tokens", "8192") as (url, pid), akv_sdk.Client(url) as client:
+        prompt = [300 + i % 5000 for i in range(7000)]
+        reply = client.completions(prompt=prompt, max_tokens=4, temperature=0)
+        assert reply.akv.prefilled_tokens == 7000
+        peak_kb = int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[1])
+        assert peak_kb < 1.6e6
+        stats = client.stats()
+        assert stats.pages_total * stats.page_size == 8192
+
+
+def test_ctrl_c_in_the_middle_of_an_answer_ends_it_cleanly():
+    with akv_serve("--weights", "int8", "--pool-tokens", "2048") as (url, pid), akv_sdk.Client(url) as client:
+        session = client.session()
+        session.user("Count to a thousand.")
+        stream = session.stream(max_tokens=500, temperature=0)
+        next(iter(stream))
+        os.kill(pid, signal.SIGINT)
+        started = time.monotonic()
+        with pytest.raises(akv_sdk.AkvError):
+            for _ in stream:
+                pass
+        assert time.monotonic() - started < 60
