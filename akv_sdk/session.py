@@ -13,7 +13,7 @@ import re
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from inspect import isawaitable
@@ -261,6 +261,19 @@ class _Conversation:
         self._take(reply)
         self.messages.append(dict(reply.message))
 
+    def _on_end_of_stream(self) -> Callable[[types.Completion], None]:
+        """What to do with the reply of a stream that begins now. The server keeps ops that come while it generates for
+        the end of it, and they are not in that reply: where there were some, ours is the newer history."""
+        begun = self._ops
+
+        def on_end(reply: types.Completion) -> None:
+            newer = self._ops if self._ops is not begun else None
+            self._take_and_append(reply)
+            if newer is not None:
+                self._ops = newer
+
+        return on_end
+
     def _take_rebuilt(self, reply: types.Completion, *, is_by_index: bool) -> None:
         """Takes the reply of `_rebuild`. Raises StreamDiverged where tokens lie elsewhere than before and ops, old or
         about to come, would hit others than were meant (text that the model wrote need not tokenize as it did)."""
@@ -338,7 +351,7 @@ class Session(_Conversation):
     def stream(self, *, on_miss: types.OnMiss = "replay", **params: Unpack[SessionParams]) -> Stream:
         """As `complete`, event by event. The message is appended when the iterator is exhausted; a stream that is left
         early appends nothing. The request is sent with the first event; append nothing yourself before the end."""
-        return self._client._stream(self._completion(params, on_miss, stream=True), self._take_and_append)
+        return self._client._stream(self._completion(params, on_miss, stream=True), self._on_end_of_stream())
 
     def drop(
         self,
@@ -477,7 +490,7 @@ class AsyncSession(_Conversation):
         return reply
 
     def stream(self, *, on_miss: types.OnMiss = "replay", **params: Unpack[SessionParams]) -> AsyncStream:
-        return self._client._stream(self._completion(params, on_miss, stream=True), self._take_and_append)
+        return self._client._stream(self._completion(params, on_miss, stream=True), self._on_end_of_stream())
 
     async def drop(
         self,

@@ -145,6 +145,8 @@ def summarisable(context: Context, keep_messages: int) -> tuple[int, int]:
     if head and _is_summary(messages[head - 1]):
         head -= 1
     newest = max(0, len(messages) - keep_messages)
+    if messages and messages[-1].get("role") in ("assistant", "tool", "function"):
+        newest = min(newest, groups(messages)[-1][0])  # results of its calls may still be to come
     end = max((end for _, end in groups(messages) if end <= newest), default=0)
     pinned = _pinned(context)
     goes = [i for i in range(head, end) if i not in pinned and not _is_summary(messages[i])]
@@ -183,8 +185,9 @@ def rewritten(context: Context, replaced: tuple[int, int], summary: str) -> tupl
 def moved_marks(
     marks: Sequence[Mark], places: dict[int, int], before: Sequence[MessageSpan], after: Sequence[MessageSpan]
 ) -> list[Mark]:
-    """The marks of a rewritten conversation; those of messages that went go with them."""
-    starts = {span.message: span.start for span in after}
+    """The marks of a rewritten conversation; those of messages that went go with them. Text that the model wrote may
+    tokenize otherwise when it is rendered again: a span in such a message becomes all of its content."""
+    homes = {span.message: span for span in after}
     moved = []
     for mark in marks:
         if mark.message is not None:
@@ -194,8 +197,11 @@ def moved_marks(
         assert mark.span is not None
         home = next((span for span in before if span.start <= mark.span[0] < span.end), None)
         if home is not None and home.message in places:
-            shift = starts[places[home.message]] - home.start
-            moved.append(mark.model_copy(update={"span": (mark.span[0] + shift, mark.span[1] + shift)}))
+            new = homes[places[home.message]]
+            span = mark.span[0] + new.start - home.start, mark.span[1] + new.start - home.start
+            if new.end - new.start != home.end - home.start or span[1] > new.end:
+                span = new.content_start, new.content_end
+            moved.append(mark.model_copy(update={"span": span}))
     return moved
 
 
