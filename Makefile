@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test soak check bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dropped, nothing is prefilled twice
@@ -11,6 +11,9 @@ demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dro
 
 test: $(VENV)/.dev  ## set up and run all tests
 	$(BIN)/python -m pytest
+
+soak: $(VENV)/.dev  ## the long form of the random tests: 100,000 steps of the cache
+	AKV_SOAK=1 $(BIN)/python -m pytest tests/test_cache.py
 
 check: $(VENV)/.dev  ## types and lint
 	$(BIN)/ruff check .

@@ -227,11 +227,13 @@ class Cache:
             source, page = page, fresh.pop(0)
             self._copy_page(source, page, used)
             self.num_pages_copied += 1
-            moved = lease.slots // size == source
+            behind = lease.slots // size == source
+            moved = behind & (lease.slots % size < used)  # what lies behind a hole stays where it is
             lease.slots[moved] += (page - source) * size
             lease.version += 1
-            lease.pages.remove(source)
-            self.pool.unlease([source])
+            if (moved == behind).all():
+                lease.pages.remove(source)
+                self.pool.unlease([source])
         slots: list[int] = list(range(page * size + used, (page + 1) * size)) if used < size else []
         slots += [fresh_page * size + offset for fresh_page in fresh for offset in range(size)]
         del slots[end - start :]
