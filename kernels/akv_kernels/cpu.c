@@ -218,6 +218,7 @@ INLINE void turn(float *to, const float *from, const float *table, int half_dim,
 #define BLOCK 64 /* keys of one step of the online softmax */
 #define CHUNK 8  /* blocks that one thread takes at a time */
 #define MAX_HEAD_DIM 256
+#define MAX_HEADS 32 /* KV heads of one task */
 #define TASK_HEADS 96 /* query rows times grouped heads of a task, about */
 
 typedef struct {
@@ -253,27 +254,24 @@ typedef struct {
     const float **value_row;
 } Task;
 
-static size_t task_bytes(int m, int d) {
-    return 4 * ((size_t)m * (3 * d + 2 * BLOCK + 4) + (size_t)3 * BLOCK * d + 64 * 16) + BLOCK * sizeof(float *);
-}
-
-static Task task_memory(int m, int d) {
+static Task task_memory(int m, int heads, int d) {
     Task t = {0};
-    char *p = scratch(SCRATCH_TASK, task_bytes(m, d));
+    size_t floats = (size_t)heads * m * (3 * d + 4) + (size_t)m * 2 * BLOCK + (size_t)3 * BLOCK * d + 12 * 16;
+    char *p = scratch(SCRATCH_TASK, floats * sizeof(float) + BLOCK * sizeof(float *));
     if (!p) return t;
 #define TAKE(field, count) t.field = (float *)p, p += (((size_t)(count)*4) + 63) & ~(size_t)63
-    TAKE(turned, m * d);
+    TAKE(turned, heads * m * d);
     TAKE(score, m * BLOCK);
     TAKE(piece_score, m * BLOCK);
     TAKE(keys, BLOCK * d);
     TAKE(loaded, BLOCK * d);
     TAKE(values, BLOCK * d);
-    TAKE(most, m);
-    TAKE(sum, m);
-    TAKE(acc, m * d);
-    TAKE(total_most, m);
-    TAKE(total_sum, m);
-    TAKE(total, m * d);
+    TAKE(most, heads * m);
+    TAKE(sum, heads * m);
+    TAKE(acc, heads * m * d);
+    TAKE(total_most, heads * m);
+    TAKE(total_sum, heads * m);
+    TAKE(total, heads * m * d);
 #undef TAKE
     t.value_row = (const float **)p;
     return t;
@@ -475,8 +473,10 @@ static void add_values(int m, const float *p, const float *const *values, const 
     }
 }
 
-/* t->score[m][lane] for one block: the query is turned once per segment, `turned_for` says for which it is now. */
-static void score_block(const Call *c, const RowBlock *rb, int head, const KeyBlock *block, Task *t, int *turned_for) {
+/* t->score[m][lane] for one block and head: the query is turned once per segment into `turned` [m][d], `turned_for` says
+ * for which segment it is now. */
+static void score_block(const Call *c, const RowBlock *rb, int head, const KeyBlock *block, Task *t, float *turned,
+                        int *turned_for) {
     const Plan *plan = c->plan;
     int d = c->head_dim, m = rb->num_rows * c->group;
     size_t width = element_size(c->kind) * d;
@@ -497,18 +497,17 @@ static void score_block(const Call *c, const RowBlock *rb, int head, const KeyBl
             for (int r = 0; r < rb->num_rows; r++)
                 for (int h = 0; h < c->group; h++) {
                     const float *q = c->q + (rb->row + r) * c->q_stride + (size_t)(head * c->group + h) * d;
-                    float *turned = t->turned + (r * c->group + h) * d;
-                    turn(turned, q, table, half_dim, d, plan->interleaved, -1, c->scale, c->scale);
+                    turn(turned + (r * c->group + h) * d, q, table, half_dim, d, plan->interleaved, -1, c->scale, c->scale);
                 }
             *turned_for = g;
         }
         if (block->num_pieces == 1) {
             for (int lane = 0; lane < to; lane += WIDE * VL)
-                score_lanes(m, 1, t->turned, d, t->keys + lane, t->score + lane);
+                score_lanes(m, 1, turned, d, t->keys + lane, t->score + lane);
             return;
         }
         for (int lane = from / VL * VL; lane < to; lane += VL) {
-            score_lanes(m, 0, t->turned, d, t->keys + lane, t->piece_score + lane);
+            score_lanes(m, 0, turned, d, t->keys + lane, t->piece_score + lane);
             int a = lane < from ? from : lane, b = lane + VL < to ? lane + VL : to;
             for (int r = 0; r < m; r++)
                 for (int j = a; j < b; j++) t->score[r * BLOCK + j] = t->piece_score[r * BLOCK + j];
@@ -549,37 +548,57 @@ static float weigh(float *score, int seen, float *most, float *sum) {
     return keep;
 }
 
-/* One chunk of keys for one block of rows and one KV head: t->most, t->sum and t->acc [m][d]. */
-static void attend_chunk(const Call *c, const RowBlock *rb, int head, int chunk, Task *t) {
+/* Ask for a block's keys or values ahead of their use. */
+static void fetch_ahead(const Call *c, const char *pages, int head, int heads, const KeyBlock *block) {
+    size_t width = element_size(c->kind) * c->head_dim;
+    for (int j = 0; j < block->num_keys; j++) {
+        const char *at = pages + (block->token[j] * c->num_kv_heads + head) * width;
+        for (size_t i = 0; i < heads * width; i += 64) __builtin_prefetch(at + i, 0, 2);
+    }
+}
+
+/* One chunk of keys for one block of rows and `heads` KV heads: t->most, t->sum [heads][m] and t->acc [heads][m][d]. */
+static void attend_chunk(const Call *c, const RowBlock *rb, int first_head, int heads, int chunk, Task *t) {
     const Plan *plan = c->plan;
     int d = c->head_dim, m = rb->num_rows * c->group;
     size_t width = element_size(c->kind) * d;
-    for (int r = 0; r < m; r++) t->most[r] = -INFINITY, t->sum[r] = 0;
-    memset(t->acc, 0, (size_t)m * d * sizeof(float));
-    int segment = plan->seq_segments[rb->seq], before = 0, turned_for = -1;
-    int end = (rb->num_keys + BLOCK - 1) / BLOCK;
-    if (end > (chunk + 1) * CHUNK) end = (chunk + 1) * CHUNK;
-    for (int b = chunk * CHUNK; b < end; b++) {
-        KeyBlock block;
-        int seen[2 * TASK_HEADS + ROWS];
-        float keep[2 * TASK_HEADS + ROWS];
-        find_keys(plan, rb->seq, b, rb->num_keys, &segment, &before, &block);
-        score_block(c, rb, head, &block, t, &turned_for);
-        for (int r = 0; r < rb->num_rows; r++) {
-            int count = count_seen(&block, plan->row_index[rb->row + r]);
-            for (int i = r * c->group; i < (r + 1) * c->group; i++) {
-                seen[i] = count;
-                keep[i] = weigh(t->score + i * BLOCK, count, t->most + i, t->sum + i);
+    for (int r = 0; r < heads * m; r++) t->most[r] = -INFINITY, t->sum[r] = 0;
+    memset(t->acc, 0, (size_t)heads * m * d * sizeof(float));
+    int segment = plan->seq_segments[rb->seq], before = 0, turned_for[MAX_HEADS];
+    for (int h = 0; h < heads; h++) turned_for[h] = -1;
+    int begin = chunk * CHUNK, end = (rb->num_keys + BLOCK - 1) / BLOCK;
+    if (end > begin + CHUNK) end = begin + CHUNK;
+    KeyBlock blocks[2];
+    find_keys(plan, rb->seq, begin, rb->num_keys, &segment, &before, &blocks[begin % 2]);
+    fetch_ahead(c, c->k_pages, first_head, heads, &blocks[begin % 2]);
+    for (int b = begin; b < end; b++) {
+        const KeyBlock *block = &blocks[b % 2];
+        KeyBlock *next = &blocks[(b + 1) % 2];
+        fetch_ahead(c, c->v_pages, first_head, heads, block);
+        if (b + 1 < end) {
+            find_keys(plan, rb->seq, b + 1, rb->num_keys, &segment, &before, next);
+            fetch_ahead(c, c->k_pages, first_head, heads, next);
+        }
+        for (int h = 0; h < heads; h++) {
+            int head = first_head + h, seen[2 * TASK_HEADS];
+            float keep[2 * TASK_HEADS];
+            score_block(c, rb, head, block, t, t->turned + (size_t)h * m * d, &turned_for[h]);
+            for (int r = 0; r < rb->num_rows; r++) {
+                int count = count_seen(block, plan->row_index[rb->row + r]);
+                for (int i = r * c->group; i < (r + 1) * c->group; i++) {
+                    seen[i] = count;
+                    keep[i] = weigh(t->score + i * BLOCK, count, t->most + h * m + i, t->sum + h * m + i);
+                }
             }
+            for (int j = 0; j < block->num_keys; j++) {
+                const char *at = c->v_pages + (block->token[j] * c->num_kv_heads + head) * width;
+                if (c->kind == FLOAT32)
+                    t->value_row[j] = (const float *)at;
+                else
+                    read_floats(t->values + j * d, at, d, c->kind), t->value_row[j] = t->values + j * d;
+            }
+            add_values(m, t->score, t->value_row, seen, keep, t->acc + (size_t)h * m * d, d);
         }
-        for (int j = 0; j < block.num_keys; j++) {
-            const char *at = c->v_pages + (block.token[j] * c->num_kv_heads + head) * width;
-            if (c->kind == FLOAT32)
-                t->value_row[j] = (const float *)at;
-            else
-                read_floats(t->values + j * d, at, d, c->kind), t->value_row[j] = t->values + j * d;
-        }
-        add_values(m, t->score, t->value_row, seen, keep, t->acc, d);
     }
 }
 
@@ -598,44 +617,51 @@ static void fold(float *total_most, float *total_sum, float *total, float most, 
     for (int i = 0; i < d; i++) total[i] = total[i] * keep + acc[i] * gain;
 }
 
-static void finish(const Call *c, const RowBlock *rb, int head, const Task *t, float *row_weight) {
+static void clear_total(const Call *c, const RowBlock *rb, int heads, Task *t) {
+    int rows = heads * rb->num_rows * c->group;
+    for (int i = 0; i < rows; i++) t->total_most[i] = -INFINITY, t->total_sum[i] = 0;
+    memset(t->total, 0, (size_t)rows * c->head_dim * sizeof(float));
+}
+
+static void fold_rows(const Call *c, const RowBlock *rb, int heads, Task *t, const float *most, const float *sum,
+                      const float *acc) {
     int d = c->head_dim;
-    for (int r = 0; r < rb->num_rows; r++)
-        for (int h = 0; h < c->group; h++) {
-            int i = r * c->group + h;
-            size_t at = (size_t)(rb->row + r) * c->num_q_heads + head * c->group + h;
-            float inverse = t->total_most[i] == -INFINITY ? 0 : 1 / t->total_sum[i];
-            for (int k = 0; k < d; k++) c->out[at * d + k] = t->total[i * d + k] * inverse;
-            if (row_weight) row_weight[2 * at] = t->total_most[i], row_weight[2 * at + 1] = inverse;
-        }
+    for (int i = 0; i < heads * rb->num_rows * c->group; i++)
+        fold(t->total_most + i, t->total_sum + i, t->total + i * d, most[i], sum[i], acc + i * d, d);
 }
 
-static void clear_total(const RowBlock *rb, const Call *c, Task *t) {
-    int m = rb->num_rows * c->group;
-    for (int r = 0; r < m; r++) t->total_most[r] = -INFINITY, t->total_sum[r] = 0;
-    memset(t->total, 0, (size_t)m * c->head_dim * sizeof(float));
+static void finish(const Call *c, const RowBlock *rb, int first_head, int heads, const Task *t, float *row_weight) {
+    int d = c->head_dim, i = 0;
+    for (int head = first_head; head < first_head + heads; head++)
+        for (int r = 0; r < rb->num_rows; r++)
+            for (int h = 0; h < c->group; h++, i++) {
+                size_t at = (size_t)(rb->row + r) * c->num_q_heads + head * c->group + h;
+                float inverse = t->total_most[i] == -INFINITY ? 0 : 1 / t->total_sum[i];
+                for (int k = 0; k < d; k++) c->out[at * d + k] = t->total[i * d + k] * inverse;
+                if (row_weight) row_weight[2 * at] = t->total_most[i], row_weight[2 * at + 1] = inverse;
+            }
 }
 
-typedef struct { /* all the work of one call; a task is one block of rows and one KV head */
+typedef struct { /* all the work of one call; a task is one block of rows and `heads` KV heads */
     const Call *call;
     const RowBlock *blocks;
-    int num_blocks, most_rows, max_chunks;
-    float *parts;      /* [tasks][max_chunks][most_rows * (head_dim + 2)] where chunks are shared out, else NULL */
+    int num_blocks, most_rows, max_chunks, heads, tasks;
+    float *parts;      /* [tasks][max_chunks][heads * most_rows * (head_dim + 2)] where chunks are shared out */
     float *row_weight; /* [num_rows][num_q_heads][2] where page_mass is wanted, else NULL */
     float *page_mass;
     int failed;
 } Work;
 
 static int work_memory(Work *work, Task *t) {
-    *t = task_memory(work->most_rows, work->call->head_dim);
+    *t = task_memory(work->most_rows, work->heads, work->call->head_dim);
     if (!t->turned) work->failed = 1; /* whoever fails writes the same 1 */
     return !work->failed;
 }
 
-static void fold_rows(const Call *c, const RowBlock *rb, Task *t, const float *most, const float *sum, const float *acc) {
-    int d = c->head_dim;
-    for (int i = 0; i < rb->num_rows * c->group; i++)
-        fold(t->total_most + i, t->total_sum + i, t->total + i * d, most[i], sum[i], acc + i * d, d);
+static const RowBlock *block_of(const Work *work, int task, int *first_head) {
+    int per_block = work->call->num_kv_heads / work->heads;
+    *first_head = task % per_block * work->heads;
+    return work->blocks + task / per_block;
 }
 
 static void whole_tasks(void *args, int begin, int end) {
@@ -643,49 +669,50 @@ static void whole_tasks(void *args, int begin, int end) {
     const Call *c = work->call;
     Task t;
     if (!work_memory(work, &t)) return;
-    for (int n = begin; n < end; n++) { /* a prompt's last rows see most: begin with the longest */
-        int task = work->num_blocks * c->num_kv_heads - 1 - n, head = task % c->num_kv_heads;
-        const RowBlock *rb = work->blocks + task / c->num_kv_heads;
-        clear_total(rb, c, &t);
+    for (int n = begin; n < end; n++) {
+        int head; /* a prompt's last rows see most: begin with the longest */
+        const RowBlock *rb = block_of(work, work->tasks - 1 - n, &head);
+        clear_total(c, rb, work->heads, &t);
         for (int chunk = 0; chunk * BLOCK * CHUNK < rb->num_keys; chunk++) {
-            attend_chunk(c, rb, head, chunk, &t);
-            fold_rows(c, rb, &t, t.most, t.sum, t.acc);
+            attend_chunk(c, rb, head, work->heads, chunk, &t);
+            fold_rows(c, rb, work->heads, &t, t.most, t.sum, t.acc);
         }
-        finish(c, rb, head, &t, work->row_weight);
+        finish(c, rb, head, work->heads, &t, work->row_weight);
     }
 }
 
-static float *part_of(const Work *work, int task, int chunk) {
-    return work->parts + ((size_t)task * work->max_chunks + chunk) * work->most_rows * (work->call->head_dim + 2);
+static size_t part_size(const Work *work) {
+    return (size_t)work->heads * work->most_rows * (work->call->head_dim + 2);
 }
 
 static void single_chunks(void *args, int begin, int end) {
     Work *work = args;
-    const Call *c = work->call;
+    int head, rows = work->heads * work->most_rows;
     Task t;
     if (!work_memory(work, &t)) return;
     for (int n = begin; n < end; n++) {
-        int task = n / work->max_chunks, chunk = n % work->max_chunks;
-        const RowBlock *rb = work->blocks + task / c->num_kv_heads;
+        const RowBlock *rb = block_of(work, n / work->max_chunks, &head);
+        int chunk = n % work->max_chunks;
         if (chunk * BLOCK * CHUNK >= rb->num_keys) continue;
-        t.most = part_of(work, task, chunk), t.sum = t.most + work->most_rows, t.acc = t.sum + work->most_rows;
-        attend_chunk(c, rb, task % c->num_kv_heads, chunk, &t);
+        t.most = work->parts + n * part_size(work), t.sum = t.most + rows, t.acc = t.sum + rows;
+        attend_chunk(work->call, rb, head, work->heads, chunk, &t);
     }
 }
 
 static void fold_tasks(void *args, int begin, int end) {
     Work *work = args;
     const Call *c = work->call;
+    int head, rows = work->heads * work->most_rows;
     Task t;
     if (!work_memory(work, &t)) return;
     for (int task = begin; task < end; task++) {
-        const RowBlock *rb = work->blocks + task / c->num_kv_heads;
-        clear_total(rb, c, &t);
+        const RowBlock *rb = block_of(work, task, &head);
+        clear_total(c, rb, work->heads, &t);
         for (int chunk = 0; chunk * BLOCK * CHUNK < rb->num_keys; chunk++) {
-            const float *most = part_of(work, task, chunk), *sum = most + work->most_rows;
-            fold_rows(c, rb, &t, most, sum, sum + work->most_rows);
+            const float *most = work->parts + ((size_t)task * work->max_chunks + chunk) * part_size(work);
+            fold_rows(c, rb, work->heads, &t, most, most + rows, most + 2 * rows);
         }
-        finish(c, rb, task % c->num_kv_heads, &t, work->row_weight);
+        finish(c, rb, head, work->heads, &t, work->row_weight);
     }
 }
 
@@ -705,7 +732,7 @@ static void mass_of_sequences(void *args, int begin, int end) {
         for (int b = 0; b * BLOCK < rb->num_keys; b++) {
             KeyBlock block;
             find_keys(plan, rb->seq, b, rb->num_keys, &segment, &before, &block);
-            score_block(c, rb, head, &block, &t, &turned_for);
+            score_block(c, rb, head, &block, &t, t.turned, &turned_for);
             for (int r = 0; r < rb->num_rows; r++) {
                 int seen = count_seen(&block, plan->row_index[rb->row + r]);
                 for (int h = 0; h < c->group; h++) {
@@ -750,15 +777,18 @@ EXPORT int akv_attention(const Plan *plan, const float *q, int64_t q_stride, con
             products += (int64_t)rb.num_rows * rb.num_keys * num_q_heads * d;
             blocks[work.num_blocks++] = rb;
         }
-    int tasks = work.num_blocks * num_kv_heads;
-    if (work.max_chunks > 1 && threads > 1 && tasks < 4 * threads) { /* too few to share out whole: share their chunks */
-        size_t part = (size_t)work.most_rows * (d + 2) * sizeof(float);
-        work.parts = scratch(SCRATCH_PARTS, part * tasks * work.max_chunks);
+    /* Few rows: a key's heads lie together and are best read together, if that leaves every thread its share. */
+    int pieces = work.num_blocks * (work.max_chunks < 4 * threads ? work.max_chunks : 4 * threads);
+    int is_decode = work.most_rows <= 4 * group && num_kv_heads <= MAX_HEADS;
+    work.heads = is_decode && (threads == 1 || pieces >= 2 * threads) ? num_kv_heads : 1;
+    work.tasks = work.num_blocks * num_kv_heads / work.heads;
+    if (work.max_chunks > 1 && threads > 1 && work.tasks < 4 * threads) { /* too few tasks: share out their chunks */
+        work.parts = scratch(SCRATCH_PARTS, part_size(&work) * work.tasks * work.max_chunks * sizeof(float));
         if (!work.parts) return -1;
-        share(single_chunks, &work, tasks * work.max_chunks, 1, products / 4, threads);
-        share(fold_tasks, &work, tasks, 1, products / 256, threads);
+        share(single_chunks, &work, work.tasks * work.max_chunks, 1, products / 4, threads);
+        share(fold_tasks, &work, work.tasks, 1, products / 256, threads);
     } else
-        share(whole_tasks, &work, tasks, 1, products / 4, threads);
+        share(whole_tasks, &work, work.tasks, 1, products / 4, threads);
     if (page_mass && !work.failed) share(mass_of_sequences, &work, plan->num_seqs, 1, products / 4, threads);
     return work.failed ? -1 : 0;
 }
