@@ -11,6 +11,9 @@ per segment instead of every key of it (`rotation="query"`); turning keys (`rota
 is there to be compared. Causality is by stream index: a moved segment stays before what came after it.
 """
 
+# Parameters of Triton kernels have no Python type.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -166,7 +169,8 @@ def segment_batch_kernel(
         k_column_ok = c % PAIRS < HEAD_DIM // 2
         if 2 * PAIRS == HEAD_DIM and ROTARY_DIM == HEAD_DIM:
             k_column = c
-    q_first, q_second = load_pairs(q + lane * HEAD_DIM, live, HEAD_DIM, ROTARY_DIM, INTERLEAVED, PAIRS)
+    if ROTATE_KEY:
+        q_first, q_second = load_pairs(q + lane * HEAD_DIM, live, HEAD_DIM, ROTARY_DIM, INTERLEAVED, PAIRS)
 
     if k_scale is not None:
         score_scale *= tl.load(k_scale + kv_head)
@@ -185,6 +189,10 @@ def segment_batch_kernel(
         cos = tl.load(angles, mask=i < ROTARY_DIM // 2, other=1.0)[None, :]
         sin = tl.load(angles + ROTARY_DIM // 2, mask=i < ROTARY_DIM // 2, other=0.0)[None, :]
         if not ROTATE_KEY:  # R(-delta) q, rounded once
+            # Zero, but not to the compiler: else it would read q only once and hold it in registers through the tiles.
+            zero = tl.multiple_of(tl.minimum(seg, 0), 16)
+            lanes = q + lane * HEAD_DIM + zero
+            q_first, q_second = load_pairs(lanes, live, HEAD_DIM, ROTARY_DIM, INTERLEAVED, PAIRS)
             turned_first = q_first.to(tl.float32) * cos + q_second.to(tl.float32) * sin
             turned_second = q_second.to(tl.float32) * cos - q_first.to(tl.float32) * sin
             turned = tl.join(turned_first.to(q.dtype.element_ty), turned_second.to(q.dtype.element_ty))
@@ -201,10 +209,10 @@ def segment_batch_kernel(
             place = ((page * PAGE_SIZE + slot % PAGE_SIZE) * NUM_KV_HEADS + kv_head) * HEAD_DIM
             if ROTATE_KEY:
                 k_first, k_second = load_pairs(k_pages + place, ok, HEAD_DIM, ROTARY_DIM, INTERLEAVED, PAIRS)
-                one = k_first.to(tl.float32) * cos - k_second.to(tl.float32) * sin
-                two = k_second.to(tl.float32) * cos + k_first.to(tl.float32) * sin
-                score = tl.dot(q_first, tl.trans(one.to(q.dtype.element_ty)), input_precision="ieee")
-                score = tl.dot(q_second, tl.trans(two.to(q.dtype.element_ty)), score, input_precision="ieee")
+                near = k_first.to(tl.float32) * cos - k_second.to(tl.float32) * sin
+                far = k_second.to(tl.float32) * cos + k_first.to(tl.float32) * sin
+                score = tl.dot(q_first, tl.trans(near.to(q.dtype.element_ty)), input_precision="ieee")
+                score = tl.dot(q_second, tl.trans(far.to(q.dtype.element_ty)), score, input_precision="ieee")
             else:
                 mask = ok[:, None] if 2 * PAIRS == HEAD_DIM else ok[:, None] & k_column_ok[None, :]
                 k = tl.load(k_pages + place[:, None] + k_column[None, :], mask=mask, other=0.0)
@@ -230,11 +238,11 @@ def segment_batch_kernel(
         passed += seen
 
     if page_mass is None:
-        result = acc / tl.where(norm > 0, norm, 1.0)[:, None]
+        result = acc * (1.0 / tl.where(norm > 0, norm, 1.0))[:, None]
         if v_scale is not None:
             result *= tl.load(v_scale + kv_head)
         log_sum = tl.where(norm > 0, top * score_scale + tl.log2(tl.where(norm > 0, norm, 1.0)), float("-inf"))
-        if partial_out is None:
+        if partial_out is None:  # noqa: SIM114 - decided when compiling
             store_rows(out, lse, lane, result, log_sum, live, HEAD_DIM)
         elif num_splits == 1:
             store_rows(out, lse, lane, result, log_sum, live, HEAD_DIM)
@@ -300,19 +308,22 @@ def choose_tiling(
     element_size: int,  # bytes of a stored key's element
     shared_limit: int,  # bytes of shared memory a program may have
 ) -> Tiling:
-    """Decode packs one KV head's query heads into the smallest tensor-core tile; prefill fills 64 or 128 rows.
-
-    Then the deepest pipeline whose K and V tiles fit beside the queries.
+    """Decode packs one KV head's query heads into the smallest tensor-core tile; prefill fills as many rows as the
+    registers hold (found by compiling: the next larger tile spills). Then the deepest pipeline whose K and V tiles fit
+    beside the queries.
     """
     width = triton.next_power_of_2(head_dim)
-    needed = max_rows * group
-    block_m = max(16, triton.next_power_of_2(group))
-    if needed > block_m:
-        block_m = 128 if needed > 64 and width <= 128 and shared_limit > 100 * 1024 else max(64, block_m)
-    for block_n, num_stages in ((64, 3), (64, 2), (32, 2), (16, 2)):
+    block_m, num_warps = max(16, triton.next_power_of_2(group)), 4
+    if max_rows * group > block_m:
+        if shared_limit < 128 * 1024:
+            block_m = max(64, block_m)
+        else:
+            block_m, num_warps = (128 if width <= 128 else max(32, block_m)), 8
+    wide = num_warps == 4 or width > 128 or shared_limit > 200 * 1024
+    for block_n, num_stages in (((64, 3), (64, 2)) if wide else ()) + ((32, 2), (16, 2)):
         if 2 * block_n * width * element_size * num_stages + 2 * block_m * width <= shared_limit * 0.9:
             break
-    return Tiling(block_m, block_n, 8 if block_m >= 128 else 4, num_stages)
+    return Tiling(block_m, block_n, num_warps, num_stages)
 
 
 def _device_limits(device: torch.device) -> tuple[int, int]:

@@ -4,6 +4,9 @@ Owns the pairing of head dims that the attention kernel shares. Knows slots, not
 read once and written once; angles arrive as float32 cosines and sines, so no kernel calls a sine.
 """
 
+# Parameters of Triton kernels have no Python type.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from __future__ import annotations
 
 import torch
@@ -199,9 +202,7 @@ def rope_and_write_kernel(
         token = (lane // NUM_Q_HEADS).to(tl.int64)
         head = lane % NUM_Q_HEADS
         ok = token < num_tokens
-        first, second = load_pairs(
-            q + token * q_stride + head * HEAD_DIM, ok, HEAD_DIM, ROTARY_DIM, INTERLEAVED, PAIRS
-        )
+        first, second = load_pairs(q + token * q_stride + head * HEAD_DIM, ok, HEAD_DIM, ROTARY_DIM, INTERLEAVED, PAIRS)
         first, second = turn_lanes(first, second, rotation + token * ROTARY_DIM, ok, magnitude, ROTARY_DIM, PAIRS)
         store_pairs(
             q_out + (token * NUM_Q_HEADS + head) * HEAD_DIM, ok, first, second, HEAD_DIM, ROTARY_DIM, INTERLEAVED, PAIRS
@@ -212,9 +213,7 @@ def rope_and_write_kernel(
         head = lane % NUM_KV_HEADS
         slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
         ok = slot >= 0
-        first, second = load_pairs(
-            k + token * k_stride + head * HEAD_DIM, ok, HEAD_DIM, ROTARY_DIM, INTERLEAVED, PAIRS
-        )
+        first, second = load_pairs(k + token * k_stride + head * HEAD_DIM, ok, HEAD_DIM, ROTARY_DIM, INTERLEAVED, PAIRS)
         first, second = turn_lanes(first, second, rotation + token * ROTARY_DIM, ok, magnitude, ROTARY_DIM, PAIRS)
         c = tl.arange(0, 2 * PAIRS)
         mask = ok[:, None] & (c < HEAD_DIM)[None, :]
