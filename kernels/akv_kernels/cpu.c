@@ -22,6 +22,8 @@
 #endif
 #if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
@@ -1163,26 +1165,45 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
 }
 
 #else
-#define TILE_ROWS 4
+#define TILE_ROWS 2
 #define TILE_WIDE 1
+typedef int16_t vs __attribute__((vector_size(16)));
+
+/* dot[i] += the four signed bytes i of `bytes` . the four of `quad`; none is -128, so that two products fit 16 bits. */
+INLINE vi add_quads(vi dot, vi bytes, vi quad) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (vi)vdotq_s32((int32x4_t)dot, (int8x16_t)bytes, (int8x16_t)quad);
+#else
+    vs weight = (vs)bytes, x = (vs)quad;
+    vi pairs = (vi)(((weight << 8) >> 8) * ((x << 8) >> 8) + (weight >> 8) * (x >> 8));
+    return dot + ((pairs << 16) >> 16) + (pairs >> 16);
+#endif
+}
 
 INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
     int groups = a->groups;
     (void)wide;
-    for (int r = 0; r < rows; r++) {
-        const int8_t *x = a->x + (size_t)(row + r) * groups * GROUP;
-        float *sum = out + r * LANES;
-        for (int n = 0; n < LANES; n++) sum[n] = 0;
-        for (int g = 0; g < groups; g++) {
-            const uint8_t *weights = a->weights + ((size_t)block * groups + g) * QUADS * LANES * 4;
-            int32_t dot[LANES] = {0};
-            for (int k = 0; k < QUADS; k++)
-                for (int n = 0; n < LANES; n++)
-                    for (int i = 0; i < 4; i++)
-                        dot[n] += (weights[(k * LANES + n) * 4 + i] - 128) * x[g * GROUP + 4 * k + i];
-            const uint16_t *scales = a->scales + ((size_t)block * groups + g) * LANES;
-            float by_row = a->x_scale[(size_t)(row + r) * groups + g];
-            for (int n = 0; n < LANES; n++) sum[n] += (float)dot[n] * by_row * from_bfloat16(scales[n]);
+    for (int g = 0; g < groups; g++) {
+        const uint8_t *weights = a->weights + ((size_t)block * groups + g) * QUADS * LANES * 4;
+        const uint16_t *scales = a->scales + ((size_t)block * groups + g) * LANES;
+        vi dot[TILE_ROWS][4] = {{{0}}};
+        for (int k = 0; k < QUADS; k++)
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; part++) {
+                vi bytes;
+                memcpy(&bytes, weights + (k * 4 + part) * 16, 16);
+                bytes ^= (int32_t)0x80808080; /* takes the + 128 out */
+#pragma GCC unroll 2
+                for (int r = 0; r < rows; r++) {
+                    int32_t quad;
+                    memcpy(&quad, a->x + ((size_t)(row + r) * groups + g) * GROUP + 4 * k, 4);
+                    dot[r][part] = add_quads(dot[r][part], bytes, quad - (vi){0});
+                }
+            }
+        for (int r = 0; r < rows; r++) {
+            float *sum = out + r * LANES, by_row = a->x_scale[(size_t)(row + r) * groups + g];
+            for (int n = 0; n < LANES; n++)
+                sum[n] = (g ? sum[n] : 0) + (float)dot[r][n / 4][n % 4] * by_row * from_bfloat16(scales[n]);
         }
     }
 }
@@ -1212,7 +1233,7 @@ static void put_tile(float *out, int num_outputs, int row, int rows, int block, 
 }
 
 #define TASK_ROWS 96  /* of TILE_ROWS */
-#define TASK_BLOCKS 8 /* of LANES outputs */
+#define TASK_BLOCKS 4 /* of LANES outputs */
 
 typedef struct {
     Quantised a;
@@ -1277,4 +1298,43 @@ EXPORT int akv_int8_linear(const float *x, int64_t x_stride, int num_rows, int n
     int64_t products = (int64_t)num_rows * num_inputs * num_outputs;
     share(linear_tasks, &args, row_tasks * block_tasks, 1, products / 16, threads);
     return 0;
+}
+
+typedef struct {
+    const float *weight; /* [num_outputs][num_inputs] */
+    uint8_t *weights;
+    uint16_t *scales;
+    int num_outputs, num_inputs;
+} Pack;
+
+static void pack_blocks(void *args, int begin, int end) {
+    Pack p = *(Pack *)args;
+    int groups = (p.num_inputs + GROUP - 1) / GROUP;
+    for (int block = begin; block < end; block++)
+        for (int g = 0; g < groups; g++) {
+            size_t at = (size_t)block * groups + g;
+            for (int n = 0; n < LANES; n++) {
+                int output = block * LANES + n, size = p.num_inputs - g * GROUP < GROUP ? p.num_inputs - g * GROUP : GROUP;
+                float part[GROUP] = {0}, most = 0;
+                if (output < p.num_outputs)
+                    memcpy(part, p.weight + (size_t)output * p.num_inputs + g * GROUP, size * sizeof(float));
+                for (int i = 0; i < GROUP; i++) most = fabsf(part[i]) > most ? fabsf(part[i]) : most;
+                uint16_t scale = to_bfloat16(most / 127);
+                if (from_bfloat16(scale) * 127 < most) scale++; /* the next larger one: nothing is clipped */
+                p.scales[at * LANES + n] = scale;
+                float inverse = most > 1e-30f ? 1 / from_bfloat16(scale) : 0;
+                for (int i = 0; i < GROUP; i++) {
+                    float step = rintf(part[i] * inverse);
+                    step = step > 127 ? 127 : step < -127 ? -127 : step;
+                    p.weights[((at * QUADS + i / 4) * LANES + n) * 4 + i % 4] = (uint8_t)((int)step + 128);
+                }
+            }
+        }
+}
+
+/* Quantise and pack a weight for akv_int8_linear. */
+EXPORT void akv_int8_pack(const float *weight, int num_outputs, int num_inputs, uint8_t *weights, uint16_t *scales,
+                          int threads) {
+    Pack args = {weight, weights, scales, num_outputs, num_inputs};
+    share_rows(pack_blocks, &args, (num_outputs + LANES - 1) / LANES, (int64_t)num_outputs * num_inputs, threads);
 }

@@ -47,6 +47,7 @@ _SIGNATURES = {  # p: address, i: int, l: int64, f: float
     "akv_rms_norm": "pppfppiii",
     "akv_silu_mul": "ppiii",
     "akv_int8_linear": "pliippipi",
+    "akv_int8_pack": "piippi",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -326,16 +327,17 @@ class Int8Linear:
         """weight float [num_outputs, num_inputs]; not kept."""
         self.num_outputs, self.num_inputs = weight.shape
         num_blocks, num_groups = -(-self.num_outputs // _LANES), -(-self.num_inputs // _GROUP)
-        padded = torch.zeros(num_blocks * _LANES, num_groups * _GROUP)
-        padded[: self.num_outputs, : self.num_inputs] = weight
-        groups = padded.view(num_blocks * _LANES, num_groups, _GROUP)
-        largest = groups.abs().amax(dim=-1)
-        scale = (largest / 127).bfloat16()
-        scale = (scale.view(torch.int16) + (scale.float() * 127 < largest)).view(torch.bfloat16)  # up: nothing clips
-        steps = (groups / scale.float().clamp_min(1e-30)[..., None]).round_().clamp_(-127, 127).to(torch.int16)
-        tiles = (steps + 128).to(torch.uint8).view(num_blocks, _LANES, num_groups, _GROUP // 4, 4)
-        self.weights = tiles.permute(0, 2, 3, 1, 4).contiguous()  # uint8 [blocks, groups, quads, lanes, 4]
-        self.scales = scale.view(num_blocks, _LANES, num_groups).transpose(1, 2).contiguous()  # [blocks, groups, lanes]
+        self.weights = torch.empty(num_blocks, num_groups, _GROUP // 4, _LANES, 4, dtype=torch.uint8)  # steps + 128
+        self.scales = torch.empty(num_blocks, num_groups, _LANES, dtype=torch.bfloat16)
+        dense = _dense(weight)
+        library().akv_int8_pack(
+            dense.data_ptr(),
+            self.num_outputs,
+            self.num_inputs,
+            self.weights.data_ptr(),
+            self.scales.data_ptr(),
+            torch.get_num_threads(),
+        )
 
     def __call__(
         self,
