@@ -1,7 +1,8 @@
 """The files of the sandbox repository: a small stock-keeping library with tests, and two seeded faults.
 
-Owns text only: `files()` gives every path and its content, the same each time. Knows nothing of running commands, of the
-agent or of the server. The core modules are written out; the record modules, their tests and the data come from templates.
+Owns text only: `files()` gives every path and its content, the same each time. Knows nothing of running commands, of
+the agent or of the server. The core modules are written out; the record modules, their tests and the data come from
+templates.
 
 The faults, both real and both found by the tests:
 1. `inventory.py`: issuing part of a lot costs the whole lot (`lot.quantity` where `taken` belongs);
@@ -472,7 +473,7 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 '''
 
-TEST_MONEY = '''import pytest
+TEST_MONEY = """import pytest
 
 from stockroom.money import BadAmount, format_cents, parse_cents, percent_of, ratio_basis_points, split_cents
 
@@ -513,9 +514,9 @@ def test_percent_rounds_half_away_from_zero():
 def test_ratio_of_nothing():
     assert ratio_basis_points(5, 0) is None
     assert ratio_basis_points(1, 4) == 2500
-'''
+"""
 
-TEST_PERIOD = '''from datetime import date
+TEST_PERIOD = """from datetime import date
 
 import pytest
 
@@ -556,7 +557,7 @@ def test_following_touches():
 def test_ends_before_it_starts():
     with pytest.raises(ValueError, match="ends before"):
         Period(date(2024, 3, 2), date(2024, 3, 1))
-'''
+"""
 
 TEST_INVENTORY = '''from datetime import date
 
@@ -643,7 +644,7 @@ def test_below_level(inventory):
     assert inventory.below({"bolt": 30, "hinge": 5, "nail": 1}) == ["hinge", "nail"]
 '''
 
-TEST_LEDGER = '''from datetime import date
+TEST_LEDGER = """from datetime import date
 
 import pytest
 
@@ -704,7 +705,7 @@ def test_trial_balance_adds_up(ledger):
     ledger.book(inventory.receive("bolt", 9, 111, DAY))
     ledger.sell(DAY, "bolts", 1234)
     assert sum(ledger.trial_balance().values()) == 0
-'''
+"""
 
 TEST_REPORT = '''from datetime import date
 
@@ -877,7 +878,7 @@ class ${Name}Store:
             return cls($Name.from_row(row) for row in csv.DictReader(file))
 ''')
 
-TEST_RECORD = Template('''import pytest
+TEST_RECORD = Template("""import pytest
 
 from stockroom.$plural import Bad$Name, No$Name, $Name, ${Name}Store
 
@@ -935,7 +936,7 @@ def test_file_keeps_everything(store, tmp_path):
     store.retire("$prefix-0001")
     store.save(tmp_path / "records.csv")
     assert list(${Name}Store.load(tmp_path / "records.csv")) == list(store)
-''')
+""")
 
 RECORDS = [  # name, plural, prefix of its codes, field to group by, number
     ("customer", "customers", "CU", "city", "credit_cents"),

@@ -14,13 +14,14 @@ from akv_demo.sandbox import Sandbox
 SYSTEM = (
     "You are a careful software engineer. You work in a git repository, one shell command at a time: say what you are "
     "after, give the command, read what it prints, and go on. Change as little as the fault needs, and prove the "
-    "change with the tests. Older output may be taken out of your sight to save room; run a command again if you need it."
+    "change with the tests. Older output may be taken out of your sight to save room; run a command again if you need "
+    "it."
 )
 TASK = (
     "The accountant says that the account `stock` and the value of the stock on hand differ, and that some months lack "
     "the sales of their last day. Find out why, repair it, and leave all tests passing. `python -m pytest` runs them; "
-    "`python -m stockroom.report data/movements.csv` prints the report that the accountant reads. Keep the rules of the "
-    "README, add a test for what you repair, and commit."
+    "`python -m stockroom.report data/movements.csv` prints the report that the accountant reads. Keep the rules of "
+    "the README, add a test for what you repair, and commit."
 )
 
 
@@ -68,48 +69,50 @@ for month in range(1, 13):
 END"""
 
 STEPS: tuple[Step, ...] = (
-    Step("First, what is here?", "git ls-files && wc -l stockroom/*.py tests/*.py"),
+    Step("First, what is here?", "git log --stat | head -40 && wc -l stockroom/*.py tests/*.py"),
     Step("The README has the rules of the house.", "cat README.md pyproject.toml"),
     Step("What does the accountant see?", "python -m stockroom.report data/movements.csv"),
-    Step("Costs above the sales: that cannot be. What do the tests say?", "python -m pytest -q --tb=short"),
-    Step("Eight failures, and the stock itself fails first. What is in it?", "grep -n 'def ' stockroom/inventory.py"),
+    Step(
+        "Costs above the sales: that cannot be. How is code written here?",
+        "cat stockroom/products.py tests/test_products.py",
+    ),
+    Step("Now the tests.", "python -m pytest -q --tb=no"),
+    Step("Eight failures, and the stock itself fails first.", "python -m pytest -q --tb=short tests/test_inventory.py"),
     Step("I read it from top to bottom.", "cat stockroom/inventory.py"),
     Step("Smallest case by hand: a lot of ten, two out at a time.", _REPRODUCE),
     Step("Every issue costs the whole lot. What do the tests mean it to cost?", "cat tests/test_inventory.py"),
     Step("What the units had cost. Who else computes with lots?", "grep -rn 'lot\\.' stockroom"),
-    Step("Only that loop. What lies around it?", "grep -n -B 8 -A 8 'cost +=' stockroom/inventory.py"),
-    Step("Do products carry a cost of their own?", "cat stockroom/products.py"),
-    Step("How do movements reach the books?", "cat stockroom/ledger.py"),
-    Step("And the tests of the books.", "cat tests/test_ledger.py"),
+    Step("Only that loop. How do movements reach the books?", "cat stockroom/ledger.py"),
+    Step("Unchanged. The loop once more.", "grep -n -B 8 -A 8 'cost +=' stockroom/inventory.py"),
+    Step("Could rounding hide the same kind of fault?", "cat stockroom/money.py tests/test_money.py"),
     Step(
-        "The books only repeat what the movement says. I repair the cost where it arises.",
-        _replace("stockroom/inventory.py", FAULTY_COST, FIXED_COST),
+        "No: integers throughout. So I repair the cost where it arises.",
+        _replace("stockroom/inventory.py", FAULTY_COST, FIXED_COST) + " && git diff",
     ),
-    Step("Did that change the one line I meant?", "git diff"),
-    Step("Stock and books again.", "python -m pytest -q tests/test_inventory.py tests/test_ledger.py"),
-    Step("Good. And the whole suite?", "python -m pytest -q"),
-    Step("Three are left, all about last days. The report first.", "cat stockroom/report.py"),
-    Step("What do its tests expect?", "cat tests/test_report.py"),
-    Step("The report asks the ledger, the ledger asks the period.", "cat stockroom/period.py"),
-    Step("Its tests.", "cat tests/test_period.py"),
-    Step("Which ends belong to a month?", _LAST_DAYS),
-    Step("The last day never does. Who relies on it?", "grep -rn 'contains(' stockroom tests"),
+    Step("One line. The whole suite?", "python -m pytest -q"),
+    Step("Three of eight are left, all about last days. Who asks about days?", "grep -rn 'contains(' stockroom tests"),
+    Step("Only the ledger, for the report.", "cat stockroom/report.py"),
+    Step("So which ends belong to a month?", _LAST_DAYS),
+    Step("The last day never does.", "cat stockroom/period.py tests/test_period.py"),
     Step(
-        "Only the ledger, and the README says that both ends belong. One character.",
-        _replace("stockroom/period.py", FAULTY_PERIOD, FIXED_PERIOD),
+        "The README says that both ends belong. One character.",
+        _replace("stockroom/period.py", FAULTY_PERIOD, FIXED_PERIOD) + " && git diff stockroom/period.py",
     ),
     Step("The tests of periods and reports.", "python -m pytest -q tests/test_period.py tests/test_report.py"),
+    Step("Good. What do the tests of books and reports cover?", "cat tests/test_ledger.py tests/test_report.py"),
+    Step("Not both faults at once. The whole suite?", "python -m pytest -q"),
     Step("Does the accountant's report add up now?", "python -m stockroom.report data/movements.csv"),
-    Step("Both totals agree. By the raw data, which sales were missing?", "cat data/movements.csv"),
-    Step("Those of the last days. Does anything else compare days?", "grep -rnE 'day|last' stockroom/[cpsw]*s.py"),
-    Step("Amounts: could rounding hide the same kind of fault?", "cat stockroom/money.py"),
-    Step("Integers throughout. Are the edges of rounding tested?", "cat tests/test_money.py"),
-    Step("They are. Now a test that has both faults in it.", _NEW_TEST),
-    Step("It must fail without the two repairs.", "git stash -q -- stockroom && python -m pytest -q -k last_day_of_part"),
-    Step("It does. The repairs back in, and once more.", "git stash pop -q && python -m pytest -q -k last_day_of_part"),
-    Step("The whole suite.", "python -m pytest -q"),
+    Step("Both totals agree. Now a test that has both faults in it.", _NEW_TEST),
+    Step("Such sales are in the data too.", "cat data/movements.csv"),
+    Step(
+        "The test must fail without the repairs.",
+        "git stash -q -- stockroom && python -m pytest -q -k last_day_of_part",
+    ),
+    Step("It does. The repairs back in, and the whole suite.", "git stash pop -q && python -m pytest -q"),
     Step("What am I about to commit?", "git status --short && git diff"),
-    Step("Commit.", "git commit -qam 'Cost only the units issued, count the last day of a period' && git log --stat -1"),
+    Step(
+        "Commit.", "git commit -qam 'Cost only the units issued, count the last day of a period' && git log --stat -1"
+    ),
 )
 
 

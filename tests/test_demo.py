@@ -1,0 +1,198 @@
+"""The demo: its sandbox and script without a server, its strategies and report end to end against a real one."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import statistics
+
+import pytest
+from akv_demo import repository
+from akv_demo.main import main
+from akv_demo.measure import Run, Stopwatch, Turn, percentile
+from akv_demo.report import closing_line, table, write_json, write_plot
+from akv_demo.sandbox import Sandbox
+from akv_demo.script import STEPS, Recording
+from akv_demo.view import sparkline
+from rich.console import Console
+
+from akv_sdk import Event
+
+COST_TESTS = {
+    "tests/test_inventory.py::test_part_of_a_lot_costs_its_part",
+    "tests/test_inventory.py::test_oldest_lot_goes_first",
+    "tests/test_inventory.py::test_what_came_in_is_on_hand_or_went_out",
+    "tests/test_ledger.py::test_stock_account_is_the_value_on_hand",
+    "tests/test_report.py::test_margin_before_the_last_day",
+}
+PERIOD_TESTS = {
+    "tests/test_period.py::test_last_day_belongs_to_it",
+    "tests/test_report.py::test_month_counts_its_last_day",
+    "tests/test_report.py::test_months_add_up_to_all_time",
+}
+
+
+def record() -> list[str]:
+    with Sandbox() as sandbox:
+        recording = Recording(sandbox)
+        return [recording.observation(number) for number in range(len(STEPS))]
+
+
+@pytest.fixture(scope="module")
+def outputs() -> list[str]:
+    return record()
+
+
+def output_of(outputs: list[str], thought: str) -> str:
+    (number,) = [number for number, step in enumerate(STEPS) if step.thought.startswith(thought)]
+    return outputs[number]
+
+
+def failures(output: str) -> set[str]:
+    return set(re.findall(r"^FAILED (\S+)", output, re.MULTILINE))
+
+
+def test_the_seeded_faults_fail_the_intended_tests_and_the_fixes_mend_them(outputs):
+    assert failures(output_of(outputs, "Now the tests.")) == COST_TESTS | PERIOD_TESTS
+    assert failures(output_of(outputs, "One line. The whole suite?")) == PERIOD_TESTS
+    assert output_of(outputs, "It does. The repairs back in").splitlines()[-1].startswith("133 passed")
+
+
+def test_the_new_test_fails_without_the_fixes_and_the_commit_holds_them(outputs):
+    assert failures(output_of(outputs, "The test must fail")) == {
+        "tests/test_report.py::test_sale_on_the_last_day_of_part_of_a_lot"
+    }
+    diff = output_of(outputs, "What am I about to commit?")
+    for line in (f"-            {repository.FAULTY_COST}", f"+            {repository.FIXED_COST}"):
+        assert line in diff.splitlines()
+    assert "3 files changed, 12 insertions(+), 2 deletions(-)" in outputs[-1]
+
+
+def test_books_and_stock_agree_only_after_the_fixes(outputs):
+    def totals(output: str) -> list[str]:
+        return [line.split(": ")[1] for line in output.splitlines()[-2:]]
+
+    before, after = (totals(output_of(outputs, start)) for start in ("What does the acc", "Does the accountant's"))
+    assert before[0] != before[1]
+    assert after[0] == after[1] == before[1]
+
+
+def test_every_command_does_what_the_agent_says_it_does(outputs):
+    """Only the test runs that are meant to fail do; everything else succeeds."""
+    failing = [step.thought for step, output in zip(STEPS, outputs, strict=True) if "[exit status" in output]
+    starts = ["Now the tests", "Eight failures", "One line", "The test must fail"]
+    assert [thought[: len(start)] for thought, start in zip(failing, starts, strict=True)] == starts
+
+
+def test_the_same_commands_print_the_same(outputs):
+    def without_times_and_addresses(output: str) -> str:
+        return re.sub(r" in \d+\.\d+s|0x[0-9a-f]+", "", output)
+
+    again = record()
+    for number, (first, second) in enumerate(zip(outputs, again, strict=True)):
+        assert without_times_and_addresses(first) == without_times_and_addresses(second), STEPS[number].command
+
+
+def test_the_run_is_long_enough_to_pass_the_window(outputs):
+    assert len(STEPS) >= 30
+    num_characters = sum(map(len, outputs)) + sum(len(step.text) for step in STEPS)
+    assert num_characters >= 50_000  # with the marks around them more than 20,000 tokens; the last test counts them
+
+
+def test_a_command_runs_once_and_in_order():
+    with Sandbox() as sandbox:
+        recording = Recording(sandbox, STEPS[:2])
+        with pytest.raises(AssertionError):
+            recording.observation(1)
+        first = recording.observation(0)
+        (sandbox.root / "new.py").touch()
+        assert recording.observation(0) == first
+    assert not sandbox.root.exists()
+
+
+def test_sandbox_reports_failure_and_silence():
+    with Sandbox() as sandbox:
+        assert sandbox.run("true") == "[no output]"
+        assert sandbox.run("echo out; echo err >&2; exit 3") == "out\nerr\n[exit status 3]"
+
+
+@pytest.mark.parametrize("num_values", [1, 2, 7, 40])
+def test_percentile_is_that_of_the_standard_library(num_values):
+    rng = random.Random(num_values)
+    values = [rng.random() for _ in range(num_values)]
+    if num_values > 1:
+        cuts = statistics.quantiles(values, n=100, method="inclusive")
+        assert [percentile(values, percent) for percent in (1, 50, 95, 99)] == pytest.approx(
+            [cuts[percent - 1] for percent in (1, 50, 95, 99)]
+        )
+    assert percentile(values, 0) == min(values)
+    assert percentile(values, 100) == max(values)
+
+
+def test_percentile_of_nothing():
+    assert math.isnan(percentile([], 50))
+
+
+def test_stopwatch_counts_tokens_not_events(monkeypatch):
+    clock = iter([10.0, 12.0, 12.5, 14.5])
+    monkeypatch.setattr("akv_demo.measure.time.perf_counter", lambda: next(clock))
+    events = [Event(""), Event("a", [1]), Event("b", [2]), Event("c", [3, 4]), Event("", finish_reason="length")]
+    assert Stopwatch().read(events) == (2.0, (0.5, 1.0, 1.0))
+
+
+def made_up_run(name: str, num_turns: int, failure: str | None = None) -> Run:
+    turns = [Turn(0.1 * (n + 1), (0.02, 0.03), 100 + n, 50 * n, 500 + n, 150 * n) for n in range(num_turns)]
+    return Run(name, "made up", 6, turns, failure)
+
+
+RUNS = [made_up_run("AKV", 6), made_up_run("Truncation", 6), made_up_run("Append-only", 0, "no [out_of_pages]")]
+
+
+def test_table_fits_a_terminal_of_80_columns_and_names_the_failure():
+    console = Console(width=80, record=True)
+    console.print(table(RUNS))
+    text = console.export_text()
+    assert "…" not in text
+    row = next(line for line in text.splitlines() if line.lstrip().startswith("Append-only"))
+    assert row.split()[-1] == "Failed"
+    row = next(line for line in text.splitlines() if line.lstrip().startswith("AKV"))
+    assert row.split() == ["AKV", "350", "ms", "575", "ms", "30", "ms", "615", "750", "505", "6/6"]
+
+
+def test_json_and_plot_of_a_run(tmp_path):
+    write_json(tmp_path / "demo.json", RUNS, {"model": "m"})
+    written = json.loads((tmp_path / "demo.json").read_text())
+    assert [each["completed_steps"] for each in written["strategies"]] == [6, 6, 0]
+    assert written["strategies"][0]["prefilled_tokens"] == sum(range(100, 106))
+    assert written["strategies"][2]["ttft_p50_s"] is None
+    write_plot(tmp_path / "ttft.png", RUNS, window_tokens=400)
+    assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_closing_line_speaks_from_the_figures():
+    slow = made_up_run("Truncation", 6)
+    slow.turns = [Turn(1.0, (), 700, 0, 700, 700)] * 6
+    line = closing_line(RUNS[0], slow)
+    assert "a stream of 750 tokens cost 615 prefilled" in line
+    assert "prefilled 4,200" in line
+    assert "2.9 times as long" in line  # 6 s against 2.1 s
+
+
+def test_sparkline():
+    assert sparkline([0, 1, 2, 4], 4) == "▁▃▅█"
+    assert sparkline([0, 0], 0) == "▁▁"
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--steps", "1000"], ["--nonsense"]])
+def test_bad_arguments_end_it(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: akv demo" in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_an_error_in_words(tmp_path, capsys):
+    assert main(["--url", "http://127.0.0.1:9", "--out", str(tmp_path), "--steps", "1"]) == 1
+    assert "error: GET /v1/models: cannot connect" in capsys.readouterr().out
