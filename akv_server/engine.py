@@ -153,7 +153,12 @@ class Engine:
                 self._work.wait_for(lambda: self._stopping or not self.scheduler.is_idle)
                 if self._stopping:
                     return
-            self.step()
+            try:
+                self.step()
+            except Exception:  # a fault of ours: whoever waits must hear of it, and the next request gets its chance
+                log.exception("a step could not be decided or committed")
+                with self._lock:
+                    self.scheduler.fail_all(AkvError("internal_error", "the engine failed on a step"))
 
     def step(self) -> bool:
         """Decides one step, runs it and commits it. False where there was nothing to do. A failing step ends the

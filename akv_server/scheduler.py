@@ -26,7 +26,7 @@ import numpy as np
 
 from akv_server.cache import Cache, Lease, Plan, Span
 from akv_server.errors import AkvError
-from akv_server.ops import History, Layout, Timeline, common_prefix
+from akv_server.ops import FORGOTTEN, History, Layout, Timeline, common_prefix
 from akv_server.radix import Array, visible_mask
 
 if TYPE_CHECKING:  # it lives beside the sampler, which is torch
@@ -211,6 +211,9 @@ class Scheduler:
         for start, end, layout in timeline.phases(n):
             self._check_window(layout.feed(end - start).next_position)
         last = timeline.layout_at(n)
+        if all(run.state == FORGOTTEN for run in last.runs if run.start < n):
+            message = "all tokens of the stream are forgotten: there is nothing to go on from"
+            raise AkvError("invalid_request", message, param="akv.ops")
         self._check_window(last.next_position + (1 if request.max_tokens else 0))
         if last.num_visible + 1 > self._pool_tokens:
             raise self._too_large()
@@ -258,6 +261,16 @@ class Scheduler:
             running.outcome.error = error
             self._end(running, "error")
         self._close(running)
+
+    def fail_all(self, error: AkvError) -> None:
+        """Ends every request with an error."""
+        for entry in list(self.waiting):
+            self.waiting.remove(entry)
+            refused = entry[3] or _nothing_done("error")
+            refused.finish_reason, refused.error = "error", error
+            entry[0].on_done(refused)
+        for running in list(self.running):
+            self.fail(running, error)
 
     # Decide a step -------------------------------------------------------------------------------------------------
 

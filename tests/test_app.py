@@ -488,6 +488,7 @@ def test_unknown_fields_are_left_aside_and_named(client: httpx.Client) -> None:
 ABC = {"prompt": "abc"}
 HI = {"messages": [user("hi")]}
 DROP = {"op": "drop", "at": 1, "start": 0, "end": 1}
+FORGET = {**DROP, "mode": "forget"}
 
 
 @pytest.mark.parametrize(
@@ -515,6 +516,7 @@ DROP = {"op": "drop", "at": 1, "start": 0, "end": 1}
         ("completions", {**ABC, "akv": {"sesion": "x"}}, (400, "invalid_request", "akv.sesion")),
         ("completions", {**ABC, "akv": {"ops": [{**DROP, "end": None}]}}, (400, "invalid_request", "akv.ops[0].end")),
         ("completions", {**ABC, "akv": {"ops": [{**DROP, "at": 900}]}}, (400, "span_out_of_range", "akv.ops[0]")),
+        ("completions", {"prompt": [3], "akv": {"ops": [{**FORGET, "at": 0}]}}, (400, "invalid_request", "akv.ops")),
         ("completions", {"prompt": [5] * 2100, "max_tokens": 1}, (400, "context_length_exceeded", "prompt")),
         ("completions", {"prompt": "bad \ud800 text"}, (400, "invalid_request", "prompt")),
         ("chat/completions", {}, (400, "invalid_request", "messages")),
@@ -631,6 +633,23 @@ def test_a_body_beyond_the_bound(client: httpx.Client) -> None:
     assert error_of(client.post("/v1/completions", content=body)) == (413, "request_too_large", None)
     assert error_of(client.post("/v1/completions", content=iter([body]))) == (413, "request_too_large", None)
     assert complete(client, "still here")["choices"]
+
+
+@pytest.mark.parametrize("broken", ["schedule", "commit"])
+def test_a_fault_of_the_engine_is_told_and_survived(loaded: LoadedModel, broken: str) -> None:
+    with serving_model(loaded) as server, server.client() as client:
+        scheduler = server.engine.scheduler
+
+        def fail(*_: Any) -> None:
+            delattr(scheduler, broken)
+            raise RuntimeError("secret detail")
+
+        setattr(scheduler, broken, fail)
+        reply = client.post("/v1/completions", json={"prompt": "abc", "akv": {"session": "s"}})
+        assert error_of(reply) == (500, "internal_error", None)
+        assert "secret" not in reply.text
+        assert error_of(client.get("/v1/cache/sessions/s"))[1] == "session_not_found"
+        assert complete(client, "abc", akv={"session": "s"})["choices"]
 
 
 def test_unknown_routes_and_methods_use_the_envelope(client: httpx.Client) -> None:
