@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test soak check bench clean
+.PHONY: demo test soak check bench gpu clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dropped, nothing is prefilled twice
@@ -22,6 +22,9 @@ check: $(VENV)/.dev  ## types and lint
 
 bench: $(VENV)/.dev  ## timings as ratios within one run (keep the machine quiet)
 	$(BIN)/python -m tests.perf.bench
+
+gpu: $(VENV)/.dev  ## on a GPU: the kernel tests for real, then timings (needs a torch with CUDA or ROCm)
+	$(BIN)/python -m tests.perf.gpu
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("AKV needs Python 3.11 or newer, this is " + sys.version.split()[0])'

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter compute with bfloat16 and float8 as a GPU does. For tests; call `install` before any kernel.
+"""Makes Triton's interpreter compute with bfloat16 and float8 as a GPU does. For tests; `install` it before any kernel.
 
 The interpreter keeps bfloat16 as raw 16-bit integers, which dots and arithmetic then multiply as such, and it truncates
 where hardware rounds to nearest even. Here every such operand is widened to float32 first and every result is rounded

@@ -71,3 +71,12 @@ def test_every_group_and_mutation_is_looked_at(records: list[dict[str, Any]]) ->
 def test_interpreter_does_not_leak_into_this_process(records: list[dict[str, Any]]) -> None:
     assert records
     assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_make_gpu_refuses_where_there_is_none() -> None:
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-m", "tests.perf.gpu"]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "needs a CUDA or ROCm device" in done.stdout
