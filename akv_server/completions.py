@@ -82,9 +82,7 @@ class Completions:
                 yield Completion(self, body, prompt, turn, generation)
             except Exception as error:
                 self.sessions.take_back(turn)
-                if (
-                    isinstance(error, AkvError) and error.code == "context_length_exceeded"
-                ):  # the engine knows no fields
+                if isinstance(error, AkvError) and error.param == "messages":  # the engine cannot know the field
                     error.param = "messages" if isinstance(body, ChatBody) else "prompt"
                 raise
             finally:

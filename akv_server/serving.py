@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import uvicorn
@@ -26,8 +27,17 @@ def default_pool_tokens(loaded: LoadedModel, device: str) -> int:
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = _available_bytes()
     return min(loaded.config.max_positions, max(int(free * POOL_SHARE / pool_bytes(loaded, 1)), PAGE_SIZE))
+
+
+def _available_bytes() -> int:
+    """Memory of this machine that can be had without swapping; half of all of it where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def pool_bytes(loaded: LoadedModel, num_tokens: int) -> int:
