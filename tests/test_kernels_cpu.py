@@ -47,9 +47,13 @@ def test_attention_is_within_twice_torchs_error(name: str, build: tuple[str, int
 
 
 HALF_CASES = {
-    f"{kv_dtype}, {shape}": testing.make_attention_case("half pages", kv_dtype=kv_dtype, **shape)
+    f"{shape}_{str(kv_dtype)[6:]}": testing.make_attention_case(shape, kv_dtype=kv_dtype, **arguments)
     for kv_dtype in (torch.float16, torch.bfloat16)
-    for shape in ({"rows": (33, 1), "segments": (5, 2)}, {"head_dim": 80}, {"interleaved": True})
+    for shape, arguments in {
+        "prefill": {"rows": (33, 1), "segments": (5, 2)},
+        "head_dim_80": {"head_dim": 80},
+        "interleaved": {"interleaved": True},
+    }.items()
 }
 
 

@@ -195,8 +195,8 @@ static void share_rows(void (*work)(void *, int, int), void *args, int count, in
 
 /* ----------------------------------------------------------------------------------------------- rotation ------ */
 
-/* to = R(angle) from (direction 1) or R(-angle) from (direction -1), times `scale`: on the rotary dims alone if
- * `partial`, else on all of them. `table` holds half cosines, then half sines. to == from is allowed. */
+/* to = R(angle) from (direction 1) or R(-angle) from (direction -1): the first 2 * half_dim dims turned and scaled by
+ * `scale`, the others scaled by `rest_scale`. `table` holds half_dim cosines, then as many sines. */
 INLINE void turn(float *to, const float *from, const float *table, int half_dim, int head_dim, int interleaved,
                  float direction, float scale, float rest_scale) {
     const float *cosine = table, *sine = table + half_dim;
