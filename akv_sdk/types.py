@@ -324,6 +324,9 @@ class CacheStats(Reply):
     tokens_generated: int
     pages_copied: int
     pages_evicted: int
+    compactions: int
+    tokens_moved: int
+    pages_compacted: int
     preemptions: int
     steps: int
     attention_launches: int

@@ -28,9 +28,10 @@ import numpy as np
 from akv_server.errors import AkvError
 from akv_server.ops import FORGOTTEN, Layout, Timeline
 from akv_server.pool import Pool
-from akv_server.radix import Array, Edge, Match, RadixTree, visible_mask
+from akv_server.radix import Array, Edge, Match, RadixTree, fragmentation, shifts, visible_mask
 
 CopyPage = Callable[[int, int, int], None]  # (source page, target page, number of leading slots)
+Move = Callable[[Array, Array, Array], None]  # (source slots, target slots, what to turn each key by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +80,37 @@ class Lease:
     slots: Array  # int32 [capacity]
     written: Array  # int32 [capacity]
     last_need: Array  # int32 [num prompt tokens]
+    num_phases: int
     pages: set[int] = field(default_factory=set)
     edge: Edge | None = None  # the edge it goes on from
     version: int = 0  # grows when a token that was there moves to another slot
 
 
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """One bounded piece of work: tokens that a history sees, to be gathered into fewer pages. Valid until the cache is
+    mutated."""
+
+    owner: Edge | Lease
+    num_pages: int  # that the owner lets go
+    index: Array  # int64 [num_tokens]: stream indexes of the survivors, ascending
+    slots: Array  # int32 [num_tokens]: where they are
+    delta: Array  # int32 [num_tokens]: what their keys have to be turned by on the way
+    written: Array  # int32 [num_tokens]: the shift their keys stand for afterwards
+
+
 class Cache:
     """Pages, the tree and the leases of one model."""
 
-    def __init__(self, num_pages: int, page_size: int, copy_page: CopyPage) -> None:
+    def __init__(self, num_pages: int, page_size: int, copy_page: CopyPage, *, compact_above: float = 1.0) -> None:
         self.pool = Pool(num_pages, page_size)
-        self.tree = RadixTree(self.pool)
+        self.tree = RadixTree(self.pool, compact_above)
         self.page_size = page_size
         self.num_pages_copied = 0
+        self.num_compactions = 0
+        self.num_tokens_moved = 0
+        self.num_pages_compacted = 0  # pages that histories see, saved by it
+        self._sparse_leases: dict[Lease, None] = {}
         self._copy_page = copy_page
         self._leases: set[Lease] = set()
 
@@ -172,6 +191,56 @@ class Cache:
         new = -(-plan.num_computed // self.page_size) + 1
         return new <= self.pool.num_free + self.pool.num_evictable - kept
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether there may be something to compact."""
+        return bool(self._sparse_leases or self.tree.sparse)
+
+    def plan_compaction(self, max_tokens: int) -> Compaction | None:
+        """The next piece of compaction, of at most `max_tokens` survivors, or None. Mutates nothing.
+
+        Only pages that one history alone sees and nobody else runs on, and only if fewer pages come of them. A key is
+        turned at most once in its life: one that was turned before is moved as it is, and read with its delta.
+        """
+        owners: list[Edge | Lease] = [*self._sparse_leases, *self.tree.sparse]
+        for owner in owners:
+            if found := self._compaction_of(owner, max_tokens):
+                return found
+        return None
+
+    def _compaction_of(self, owner: Edge | Lease, max_tokens: int) -> Compaction | None:
+        if isinstance(owner, Lease):
+            n = owner.num_tokens
+            slots, written, layout = owner.slots[:n], owner.written[:n], owner.timeline.layout_at(n)
+            computed = [(start, end, phase) for start, end, phase in owner.timeline.phases(n)]
+        else:
+            path = self.tree.path(owner)
+            slots, written = (np.concatenate([getattr(e, name) for e in path]) for name in ("slots", "written"))
+            layout, computed = owner.layout, [(edge.start, edge.end, edge.layout) for edge in path]
+        n = len(slots)
+        index = np.flatnonzero(visible_mask(layout.feed(n - layout.num_tokens), n) & (slots >= 0))
+        page_of = slots[index] // self.page_size
+        pages, first, count = np.unique(page_of, return_index=True, return_counts=True)
+        others = 1 if isinstance(owner, Lease) else 0  # the owner itself: a lease as a lease, a leaf as a view
+        movable = [
+            self.pool.leases[page] == others and self.pool.views[page] == 1 - others and page != page_of[-1]
+            for page in pages.tolist()
+        ]
+        chosen = np.flatnonzero(np.array(movable) & (count < self.page_size))
+        chosen = chosen[np.argsort(first[chosen])]  # in the order of the stream
+        chosen = chosen[np.cumsum(count[chosen]) <= max_tokens]
+        num_tokens = int(count[chosen].sum())
+        num_new = -(-num_tokens // self.page_size)
+        if num_new >= len(chosen) or num_new > self.pool.num_free + len(self.pool.dead):
+            return None
+        survivors = index[np.isin(page_of, pages[chosen])]
+        fresh = np.zeros(n, np.int32)  # the shift that each key was first written with
+        for start, end, phase in computed:
+            fresh[start:end] = shifts(phase, start, end)
+        shift, was = shifts(layout, 0, n)[survivors], written[survivors]
+        delta = np.where(was == fresh[survivors], shift - was, 0).astype(np.int32)
+        return Compaction(owner, len(chosen), survivors, slots[survivors], delta, was + delta)
+
     # Mutate --------------------------------------------------------------------------------------------------------
 
     def open(self, plan: Plan) -> Lease:
@@ -184,7 +253,7 @@ class Cache:
         held = plan.last_need[: match.length] >= 0
         slots[: match.length][held] = match.slots[held]
         written[: match.length] = match.written
-        lease = Lease(plan.salt, plan.timeline, n, ids, slots, written, plan.last_need)
+        lease = Lease(plan.salt, plan.timeline, n, ids, slots, written, plan.last_need, plan.num_phases)
         self._leases.add(lease)
         self._repage(lease)
         if match.edges:
@@ -267,10 +336,51 @@ class Cache:
         if idle.any():
             lease.slots[:n][idle] = -1
             self._repage(lease)
+        if phase == lease.num_phases:
+            held = int((lease.slots >= 0).sum())
+            if fragmentation(held, len(lease.pages) * self.page_size) > self.tree.sparse_above:
+                self._sparse_leases[lease] = None
+
+    def settle(self) -> None:
+        """Forgets who is sparse: nothing can be gained from them until they change."""
+        self._sparse_leases.clear()
+        self.tree.sparse.clear()
+
+    def compact(self, found: Compaction, move: Move) -> None:
+        """Does a piece of compaction: `move` copies the survivors, then every edge and lease finds them there. The
+        pages that they leave hold only what nobody sees: dead, they are the first to be evicted."""
+        num_tokens, size = len(found.slots), self.page_size
+        num_new = -(-num_tokens // size)
+        self.tree.evict(max(0, num_new - self.pool.num_free))  # dead ones, as planned
+        fresh = self.pool.take(num_new)
+        assert fresh is not None
+        new_slots = (np.repeat(np.array(fresh, np.int32) * size, size) + np.tile(np.arange(size), len(fresh)))[
+            :num_tokens
+        ]
+        for page in fresh:
+            self.pool.filled[page] = size
+        self.pool.filled[fresh[-1]] = int(new_slots[-1]) % size + 1
+        move(found.slots, new_slots, found.delta)
+        owner = found.owner
+        if isinstance(owner, Lease):
+            owner.slots[found.index] = new_slots
+            owner.written[found.index] = found.written
+            owner.version += 1
+            self.tree.relocate(found.slots, new_slots, found.written)
+            owner.pages |= set(fresh)  # `take` leased them
+            self._repage(owner)
+        else:
+            with self.tree.refreshing(owner):
+                self.tree.relocate(found.slots, new_slots, found.written)
+            self.pool.unlease(fresh)
+        self.num_compactions += 1
+        self.num_tokens_moved += num_tokens
+        self.num_pages_compacted += found.num_pages - num_new
 
     def close(self, lease: Lease) -> None:
         """Gives everything back. What was published stays in the tree until it is evicted."""
         self._detach(lease)
+        self._sparse_leases.pop(lease, None)
         self.pool.unlease(lease.pages)
         lease.pages = set()
         self._leases.remove(lease)

@@ -30,36 +30,32 @@ log = logging.getLogger("akv")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes of an engine. `max_step_tokens` bounds a step's prefill; while others decode it takes a quarter of that."""
+    """Sizes of an engine. `max_step_tokens` bounds a step's prefill; while others decode it takes a quarter of that.
+    A history whose fragmentation exceeds `compact_above` is compacted, `compact_tokens_per_step` tokens between two
+    steps (0: never)."""
 
     num_pages: int
     page_size: int = 16
     max_step_tokens: int = 512
     max_running: int = 64
+    compact_above: float = 0.4
+    compact_tokens_per_step: int = 256
 
 
 class Engine:
     """Runs requests on one model. `start()` makes a thread that does so; without it, `step()` does one step."""
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
-        shape = model.config
+        assert config.compact_tokens_per_step == 0 or config.compact_tokens_per_step >= 2 * config.page_size
         self.model = model
         self.config = config
-        self.kv = KV(
-            shape.num_layers,
-            config.num_pages,
-            config.page_size,
-            shape.num_kv_heads,
-            shape.head_dim,
-            model.kv_dtype,
-            model.device,
-        )
-        self.cache = Cache(config.num_pages, config.page_size, self.kv.copy_page)
+        self.kv = KV(model, config.num_pages, config.page_size)
+        self.cache = Cache(config.num_pages, config.page_size, self.kv.copy_page, compact_above=config.compact_above)
         self.scheduler = Scheduler(
             self.cache,
             max_step_tokens=config.max_step_tokens,
             max_running=config.max_running,
-            max_positions=shape.max_positions,
+            max_positions=model.config.max_positions,
         )
         self.num_steps = 0
         self._lock = threading.Lock()
@@ -140,6 +136,9 @@ class Engine:
                 "tokens_generated": scheduler.tokens_generated,
                 "pages_copied": self.cache.num_pages_copied,
                 "pages_evicted": tree.num_evicted_pages,
+                "compactions": self.cache.num_compactions,
+                "tokens_moved": self.cache.num_tokens_moved,
+                "pages_compacted": self.cache.num_pages_compacted,
                 "preemptions": scheduler.num_preemptions,
                 "steps": self.num_steps,
                 "attention_launches": self.num_steps * self.model.config.num_layers,
@@ -150,15 +149,32 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._work:
-                self._work.wait_for(lambda: self._stopping or not self.scheduler.is_idle)
+                self._work.wait_for(lambda: self._stopping or not self.scheduler.is_idle or self._may_compact)
                 if self._stopping:
                     return
+                if self.scheduler.is_idle:
+                    self._compact()
+                    continue
             try:
                 self.step()
             except Exception:  # a fault of ours: whoever waits must hear of it, and the next request gets its chance
                 log.exception("a step could not be decided or committed")
                 with self._lock:
                     self.scheduler.fail_all(AkvError("internal_error", "the engine failed on a step"))
+
+    @property
+    def _may_compact(self) -> bool:
+        return self.cache.is_sparse and self.config.compact_tokens_per_step > 0
+
+    def _compact(self) -> None:
+        """One bounded piece of compaction, between two steps."""
+        if not self._may_compact:
+            return
+        found = self.cache.plan_compaction(self.config.compact_tokens_per_step)
+        if found is None:
+            self.cache.settle()
+        else:
+            self.cache.compact(found, self.kv.move)
 
     def step(self) -> bool:
         """Decides one step, runs it and commits it. False where there was nothing to do. A failing step ends the
@@ -179,6 +195,7 @@ class Engine:
         self.num_steps += 1
         with self._lock:
             self.scheduler.commit(step, sampled, scores)
+            self._compact()
         return True
 
     @torch.inference_mode()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,11 +86,13 @@ class Match:
 class RadixTree:
     """All cached sequences of all salts (a salt is a root of its own: tenants share nothing)."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, sparse_above: float = 1.0) -> None:
         self.pool = pool
+        self.sparse_above = sparse_above  # a leaf whose fragmentation exceeds this is `sparse`
         self.clock = 0  # logical time: a counter of uses
         self.num_edges = 0
         self.num_evicted_pages = 0
+        self.sparse: dict[Edge, None] = {}  # leaves that see little of the pages they keep
         self._roots: dict[str, Edge] = {}
         self._holders: dict[int, set[Edge]] = {}  # page -> edges that hold it
         self._leaves: list[tuple[int, int, Edge]] = []  # heap by last use; stale entries are skipped
@@ -206,6 +209,41 @@ class RadixTree:
                 leaves.append(edge)
         return leaves
 
+    @contextmanager
+    def refreshing(self, leaf: Edge) -> Iterator[None]:
+        """While the block runs, the leaf sees nothing; after it, what its slots then say."""
+        self._unsee(leaf)
+        yield
+        self._refresh_leaf(leaf)
+
+    def path(self, leaf: Edge) -> list[Edge]:
+        """The edges down to `leaf`, the root left out."""
+        edges: list[Edge] = []
+        edge: Edge | None = leaf
+        while edge is not None and edge.parent is not None:
+            edges.append(edge)
+            edge = edge.parent
+        return edges[::-1]
+
+    def relocate(self, slots: Array, new_slots: Array, new_written: Array) -> None:
+        """The tokens in `slots` are found in `new_slots` from now on. Tokens beside them, which no history sees, stay
+        where they are: their pages are dead now, the first to be evicted, and till then they can be restored.
+
+        Args:
+            slots, new_slots, new_written: int32 [num_tokens].
+        """
+        order = np.argsort(slots)
+        ascending = slots[order]
+        holders = {
+            edge for page in set((slots // self.pool.page_size).tolist()) for edge in self._holders.get(page, ())
+        }
+        for edge in holders:
+            place = np.searchsorted(ascending, edge.slots).clip(max=len(slots) - 1)
+            moved = ascending[place] == edge.slots
+            edge.slots[moved] = new_slots[order[place[moved]]]
+            edge.written[moved] = new_written[order[place[moved]]]
+            self._repage(edge)
+
     # Structure -----------------------------------------------------------------------------------------------------
 
     def _root(self, salt: str) -> Edge:
@@ -279,8 +317,10 @@ class RadixTree:
         """Brings a leaf's view, and its place in the order of eviction, up to date."""
         self._unsee(edge)
         if edge.alive and edge.parent is not None and not edge.children and not edge.leases:
-            edge.seen = self._visible_pages(edge)
+            edge.seen, num_visible = self._visible_pages(edge)
             self.pool.view(edge.seen)
+            if fragmentation(num_visible, len(edge.seen) * self.pool.page_size) > self.sparse_above:
+                self.sparse.setdefault(edge)
             if len(self._leaves) > 2 * self.num_edges + 64:
                 self._leaves = [entry for entry in self._leaves if self._is_current(entry)]
                 heapq.heapify(self._leaves)
@@ -289,20 +329,16 @@ class RadixTree:
     def _unsee(self, edge: Edge) -> None:
         if edge.seen is not None:
             self.pool.unview(edge.seen)
+            self.sparse.pop(edge, None)
             edge.seen = None
 
-    def _visible_pages(self, leaf: Edge) -> list[int]:
-        """Pages with a token that the leaf's history sees at its end."""
-        parts: list[Array] = []
-        edge: Edge | None = leaf
-        while edge is not None:
-            parts.append(edge.slots)
-            edge = edge.parent
-        slots = np.concatenate(parts[::-1])
+    def _visible_pages(self, leaf: Edge) -> tuple[list[int], int]:
+        """Pages with a token that the leaf's history sees at its end, and the number of such tokens."""
+        slots = np.concatenate([edge.slots for edge in self.path(leaf)])
         visible = visible_mask(leaf.layout.feed(leaf.end - leaf.layout.num_tokens), leaf.end)
         seen = slots[visible & (slots >= 0)]
         pages: list[int] = np.unique(seen // self.pool.page_size).tolist()
-        return pages
+        return pages, len(seen)
 
     def _is_current(self, entry: tuple[int, int, Edge]) -> bool:
         last_use, _, edge = entry
@@ -360,7 +396,7 @@ class RadixTree:
                 holders.setdefault(page, set()).add(edge)
             assert (edge.seen is None) == bool(edge.children or edge.leases)
             if edge.seen is not None:
-                assert edge.seen == self._visible_pages(edge), "a leaf's view is out of date"
+                assert edge.seen == self._visible_pages(edge)[0], "a leaf's view is out of date"
                 assert any(e is edge and use == edge.last_use for use, _, e in self._leaves), "a leaf cannot be evicted"
                 for page in edge.seen:
                     views[page] += 1
@@ -369,6 +405,20 @@ class RadixTree:
         assert views == self.pool.views
         for page in range(self.pool.num_pages):
             assert self.pool.edges[page] == len(holders.get(page, ()))
+
+
+def fragmentation(num_visible: int, num_slots: int) -> float:
+    """The part of the held slots that nobody sees: 1 - visible tokens / slots."""
+    return 1 - num_visible / num_slots if num_slots else 0.0
+
+
+def shifts(layout: Layout, start: int, end: int) -> Array:
+    """int32 [end - start]: how far each token sits from its index."""
+    out = np.zeros(end - start, np.int32)
+    for run in layout.runs:
+        if run.start < end and run.end > start:
+            out[max(run.start - start, 0) : run.end - start] = run.shift
+    return out
 
 
 def visible_mask(layout: Layout, num_tokens: int) -> Array:

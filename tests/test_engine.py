@@ -327,7 +327,7 @@ def test_generation_ends_at_the_window(path):
     assert (len(client.ids), client.outcome.finish_reason) == (5, "length")
     # after a drop with repos the same stream has room again
     tokens = client.tokens + client.ids
-    longer = run(engine, Client(tokens + [7], (drop(100, 1900, len(tokens)),), max_tokens=100))
+    longer = run(engine, Client([*tokens, 7], (drop(100, 1900, len(tokens)),), max_tokens=100))
     assert (longer.outcome.prefilled_tokens, len(longer.ids)) == (1, 100)
 
 
@@ -367,13 +367,76 @@ def test_seeded_sampling_repeats_and_survives_preemption(model):
     assert clients[-1].ids == roomy.ids
 
 
+def every_second_block(model, **compaction) -> tuple[Engine, Client, int]:
+    """A stream of 64 blocks of 10 tokens, every second one dropped, going on; and the pages that it then sees."""
+    engine = Engine(model, EngineConfig(num_pages=160, **compaction))
+    tokens = some_tokens(64 * 10)
+    run(engine, Client(tokens))
+    history = tuple(drop(start, start + 10, len(tokens)) for start in range(10, len(tokens), 20))
+    run(engine, Client(tokens + some_tokens(8, seed=1), history, max_tokens=8))
+    idle(engine)
+    tokens += some_tokens(8, seed=1)
+    _, pages = engine.residency("", tokens, history)
+    return engine, run(engine, Client(tokens + some_tokens(20, seed=2), history, max_tokens=12)), pages
+
+
+def idle(engine: Engine) -> None:
+    """What an engine does when nobody asks for anything."""
+    while engine._may_compact:
+        engine._compact()
+        engine.check()
+
+
+def test_compaction_gathers_survivors_and_changes_no_answer(model, truth):
+    off, without, pages_off = every_second_block(model, compact_tokens_per_step=0)
+    on, with_, pages_on = every_second_block(model, compact_tokens_per_step=64)
+    assert off.stats()["compactions"] == 0
+    assert on.stats()["compactions"] > 5
+    assert on.stats()["tokens_moved"] <= 64 * on.stats()["compactions"]
+    assert pages_off == 41  # there is a survivor in every page
+    assert pages_on <= (32 * 10) / 16 + 6
+    assert with_.outcome.prefilled_tokens == 20
+    assert with_.ids == without.ids
+    assert_right(with_, truth)
+    for ours, plain in zip(with_.generated, without.generated, strict=True):
+        assert ours.logprob == pytest.approx(plain.logprob, abs=1e-5)
+
+
+def test_what_lay_between_the_survivors_is_restored_free_or_replayed(model, truth):
+    engine, client, _ = every_second_block(model, compact_tokens_per_step=64)
+    tokens = client.tokens + client.ids
+    back = [Op("restore", len(tokens), op.start, op.end, repos=True) for op in reversed(client.history[-3:])]
+    restoring = Client([*tokens, 5], (*client.history, *back), max_tokens=6, known=len(tokens))
+    restored = run(engine, restoring)
+    assert (restored.outcome.prefilled_tokens, restored.outcome.replayed_tokens) == (1, 0)
+    assert_right(restored, truth)
+    engine.evict_all()
+    again = run(engine, Client(restoring.tokens, restoring.history, max_tokens=6, known=len(restoring.tokens)))
+    assert again.outcome.replayed_tokens == len(restoring.tokens)
+    assert again.ids == restored.ids
+
+
+def test_compaction_moves_a_running_sequence_without_its_noticing(model, truth):
+    engine = Engine(model, EngineConfig(num_pages=160, compact_tokens_per_step=40))
+    tokens = some_tokens(90 * 10)
+    run(engine, Client(tokens))
+    history = tuple(drop(start, start + 10, len(tokens)) for start in range(10, len(tokens), 20))
+    client = Client([*tokens, 9], history, max_tokens=60)
+    run(engine, client)
+    assert engine.stats()["compactions"] >= 10
+    assert_right(client, truth)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_agents_equal_the_truth(model, truth, seed):
     """Several streams grow, drop, restore and forget at random under a pool too small for all of them."""
     random_ = random.Random(seed)
-    engine = Engine(
-        model, EngineConfig(num_pages=random_.choice([20, 30, 64]), max_step_tokens=random_.choice([16, 64]))
+    config = EngineConfig(
+        num_pages=random_.choice([20, 30, 64]),
+        max_step_tokens=random_.choice([16, 64]),
+        compact_above=random_.choice([0, 0.4]),
     )
+    engine = Engine(model, config)
     streams = [([], ()) for _ in range(3)]
     base = some_tokens(60, seed=seed)
     for _ in range(12):
