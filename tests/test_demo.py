@@ -6,19 +6,27 @@ import json
 import math
 import random
 import re
+import signal
 import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 
+import psutil
 import pytest
 from akv_demo import repository
-from akv_demo.main import main
+from akv_demo.main import main, play
 from akv_demo.measure import Run, Stopwatch, Turn, percentile
 from akv_demo.report import closing_line, table, write_json, write_plot
 from akv_demo.sandbox import Sandbox
-from akv_demo.script import STEPS, Recording
-from akv_demo.view import sparkline
+from akv_demo.script import STEPS, SYSTEM, TASK, Recording
+from akv_demo.server import Server
+from akv_demo.strategies import Truncation
+from akv_demo.view import View, sparkline
 from rich.console import Console
 
-from akv_sdk import Event
+from akv_sdk import Client, ContextLengthExceeded, Event
 
 COST_TESTS = {
     "tests/test_inventory.py::test_part_of_a_lot_costs_its_part",
@@ -196,3 +204,82 @@ def test_bad_arguments_end_it(arguments, capsys):
 def test_a_server_that_is_not_there_is_an_error_in_words(tmp_path, capsys):
     assert main(["--url", "http://127.0.0.1:9", "--out", str(tmp_path), "--steps", "1"]) == 1
     assert "error: GET /v1/models: cannot connect" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the demo's own server, with the default model."""
+    with Server(Console(quiet=True), tmp_path_factory.mktemp("server") / "server.log") as server:
+        yield server.url
+
+
+def test_the_whole_stream_is_longer_than_twice_the_window(server, outputs):
+    with Client(server) as client:
+        session = client.session()
+        session.system(SYSTEM)
+        session.user(TASK)
+        for step, output in zip(STEPS, outputs, strict=True):
+            session.assistant(step.text)
+            session.observe(output, tool="sh")
+        assert len(client.render(session.messages).tokens) >= 20_000
+        assert client.models()[0].max_model_len == 8192
+
+
+def test_a_short_full_demo_end_to_end(server, tmp_path, capsys):
+    assert main(["--url", server, "--steps", "3", "--full", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "You just saw one agent work through the same 3 steps twice." in " ".join(printed.split())
+    written = json.loads((tmp_path / "demo.json").read_text())
+    assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")
+    assert [each["name"] for each in written["strategies"]] == ["AKV", "Truncation", "Summarisation", "Append-only"]
+    akv, truncation, _, append_only = written["strategies"]
+    for each in written["strategies"]:
+        assert each["failure"] is None
+        assert each["completed_steps"] == 3
+        assert all(turn["ttft_s"] > 0 for turn in each["turns"])
+        # Salts keep the strategies apart: the first request of each finds nothing that another left behind.
+        assert each["turns"][0]["reused_tokens"] == 0
+    for each in (akv, append_only):  # an untouched prefix is never computed twice
+        computed = each["prefilled_tokens"] + sum(len(turn["gaps_s"]) + 1 for turn in each["turns"])
+        assert computed == pytest.approx(each["turns"][-1]["stream_tokens"], abs=len(each["turns"]))
+    # The budget is AKV's average, which three growing turns exceed: the window slides, and what is behind it is lost.
+    assert truncation["prefilled_tokens"] > akv["prefilled_tokens"]
+    assert truncation["peak_visible_tokens"] <= akv["mean_visible_tokens"]
+
+
+class Refusing(Truncation):
+    """Refuses its second turn, as a server does whose window is full."""
+
+    def turn(self, said: str, saw: str) -> Turn:
+        if len(self._tail) > 0:
+            raise ContextLengthExceeded("too long [really]", param="messages")
+        return super().turn(said, saw)
+
+
+def test_a_refused_step_ends_the_run_as_failed(server):
+    with Sandbox() as sandbox, Client(server) as client:
+        recording = Recording(sandbox, STEPS[:3])
+        strategy = Refusing(client, "refusing", SYSTEM, TASK, budget_tokens=4000)
+        console = Console(record=True)
+        with View(console, [strategy.name], 3) as view:
+            run = play(strategy, recording, view)
+    assert (run.outcome, len(run.turns)) == ("Failed", 1)
+    assert run.failure == "messages: too long [really] [context_length_exceeded]"
+    assert "too long [really] [context_length_exceeded]" in console.export_text()
+
+
+def test_the_server_is_gone_when_its_demo_is_told_to_stop(tmp_path):
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "akv_demo", "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    log = tmp_path / "server.log"
+    while not (log.exists() and "loading" in log.read_text()):
+        assert demo.poll() is None
+        time.sleep(0.1)
+    (server,) = psutil.Process(demo.pid).children()
+    assert "serve" in server.cmdline()
+    demo.send_signal(signal.SIGINT)
+    printed, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert b"stopped" in printed
+    assert not server.is_running()

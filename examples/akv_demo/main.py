@@ -89,7 +89,7 @@ def demo(console: Console, client: Client, recording: Recording, out: Path, *, i
     )
     runs: list[Run] = []
     with View(console, names, num_steps) as view:
-        runs.append(_run(Akv(client, f"demo-{run_id}-akv", SYSTEM, TASK), recording, view))
+        runs.append(play(Akv(client, f"demo-{run_id}-akv", SYSTEM, TASK), recording, view))
         # The rivals may see as much as AKV did on average.
         budget = runs[0].mean_visible_tokens
         rivals: list[Callable[[], Strategy]] = [
@@ -100,7 +100,7 @@ def demo(console: Console, client: Client, recording: Recording, out: Path, *, i
                 lambda: Summarisation(client, f"demo-{run_id}-summary", SYSTEM, TASK, budget_tokens=budget),
                 lambda: AppendOnly(client, f"demo-{run_id}-append", SYSTEM, TASK),
             ]
-        runs += [_run(rival(), recording, view) for rival in rivals]
+        runs += [play(rival(), recording, view) for rival in rivals]
     wall_s = time.monotonic() - started_s
 
     about = {
@@ -129,7 +129,7 @@ def demo(console: Console, client: Client, recording: Recording, out: Path, *, i
     return 0
 
 
-def _run(strategy: Strategy, recording: Recording, view: View) -> Run:
+def play(strategy: Strategy, recording: Recording, view: View) -> Run:
     """One strategy through all steps, or to the first that the server refuses."""
     run = Run(strategy.name, strategy.how, len(recording.steps))
     try:

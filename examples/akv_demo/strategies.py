@@ -63,6 +63,7 @@ class _Stateless:
         self._salt = salt
         self._head = [{"role": "system", "content": system}, {"role": "user", "content": task}]
         self._tail: list[dict[str, Any]] = []
+        self._num_head_tokens = 0  # with the opening of the reply; 0 until counted
         self._lengths: dict[tuple[str, str], int] = {}  # in tokens, by role and content
 
     def turn(self, said: str, saw: str) -> Turn:
@@ -85,13 +86,15 @@ class _Stateless:
         self._tail.append(stream.final.message)
         return turn
 
-    def _num_tokens(self, messages: list[dict[str, Any]]) -> int:
-        """Tokens of messages with what the chat template puts around them; each message is counted once, ever."""
-        num_tokens = 0
-        for message in messages:
+    def _num_tokens(self, tail: list[dict[str, Any]]) -> int:
+        """Tokens of the prompt that these messages make behind the head. Each message is counted once, ever."""
+        if self._num_head_tokens == 0:
+            self._num_head_tokens = len(self._client.render(self._head).tokens)
+        num_tokens = self._num_head_tokens
+        for message in tail:
             key = (message["role"], message["content"])
             if key not in self._lengths:
-                span = self._client.render([message], add_generation_prompt=False).spans[0]
+                span = self._client.render([*self._head, message]).spans[-1]
                 self._lengths[key] = span.end - span.start
             num_tokens += self._lengths[key]
         return num_tokens
@@ -118,11 +121,9 @@ class Truncation(_Stateless):
     def turn(self, said: str, saw: str) -> Turn:
         self._tail.append({"role": "assistant", "content": said})
         self._tail.append({"role": "tool", "name": "sh", "content": saw})
-        self._num_tokens(self._head + self._tail)  # counting is not part of what is timed
+        self._num_tokens(self._tail)  # counting is not part of what is timed
         watch = Stopwatch()
-        while (
-            len(self._tail) > 2 and self._num_tokens(self._head + self._tail) + GENERATED_TOKENS > self._budget_tokens
-        ):
+        while len(self._tail) > 2 and self._num_tokens(self._tail) + GENERATED_TOKENS > self._budget_tokens:
             self._tail.pop(0)
         return self._go_on(watch)
 
@@ -140,11 +141,11 @@ class Summarisation(_Stateless):
 
     def turn(self, said: str, saw: str) -> Turn:
         new = [{"role": "assistant", "content": said}, {"role": "tool", "name": "sh", "content": saw}]
-        self._num_tokens(self._head + self._tail + new)  # counting is not part of what is timed
+        self._num_tokens(self._tail + new)  # counting is not part of what is timed
         watch = Stopwatch()
         summary = None
-        if self._num_tokens(self._head + self._tail + new) + GENERATED_TOKENS > self._budget_tokens and self._tail:
-            summary = self._summarise(room_tokens=self._budget_tokens // 2 - self._num_tokens(self._head + new))
+        if self._num_tokens(self._tail + new) + GENERATED_TOKENS > self._budget_tokens and self._tail:
+            summary = self._summarise(new)
         self._tail += new
         turn = self._go_on(watch)
         if summary is None:
@@ -158,10 +159,10 @@ class Summarisation(_Stateless):
             turn.stream_tokens,
         )
 
-    def _summarise(self, *, room_tokens: int) -> Completion:
-        """Puts a summary in the place of the oldest messages, so that those behind it fit the room."""
-        num_kept = 0
-        while num_kept < len(self._tail) and self._num_tokens(self._tail[-num_kept - 1 :]) <= room_tokens:
+    def _summarise(self, new: list[dict[str, Any]]) -> Completion:
+        """Puts a summary in the place of the oldest messages; what is behind it, and the new, fits half the budget."""
+        limit, num_kept = self._budget_tokens // 2, 0
+        while num_kept < len(self._tail) and self._num_tokens(self._tail[-num_kept - 1 :] + new) <= limit:
             num_kept += 1
         num_old = max(1, len(self._tail) - num_kept)
         request = {"role": "user", "content": "Summarise what was done and found so far, with file names and figures."}
