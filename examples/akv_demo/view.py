@@ -20,7 +20,7 @@ from akv_demo.measure import Run
 from akv_demo.report import COLOURS, seconds
 
 _BARS = "▁▂▃▄▅▆▇█"
-_OTHER_COLUMNS = 70  # characters of the table without the bars
+_OTHER_COLUMNS = 63  # characters of the table without the bars
 
 
 class View:
@@ -57,6 +57,8 @@ class View:
                 (run.name, f"bold {COLOURS[run.name]}"),
                 f"  step {len(run.turns) + 1}/{run.num_steps}  ",
                 (thought, "dim"),
+                no_wrap=True,
+                overflow="ellipsis",
             )
         )
         self._said = Text(f"$ {command.splitlines()[0]}", style="bold", no_wrap=True, overflow="ellipsis")
@@ -93,12 +95,12 @@ class View:
         return Group(self._table(), said, self._spinner)
 
     def _table(self) -> Table:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=False)
+        table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         for head in ("strategy", "step"):
             table.add_column(head, no_wrap=True)
         num_bars = max(8, min(self._num_steps, self._console.width - _OTHER_COLUMNS))
         table.add_column("TTFT of each step", no_wrap=True, min_width=num_bars)
-        for head in ("last", "P50", "prefilled", "reused", "visible"):
+        for head in ("P50", "prefilled", "reused", "visible"):
             table.add_column(head, justify="right", no_wrap=True)
         slowest_s = max((turn.ttft_s for run in self._runs.values() for turn in run.turns), default=0.0)
         for name in self._names:
@@ -111,7 +113,6 @@ class View:
                 Text(name, style=f"bold {COLOURS[name]}"),
                 Text(run.outcome, style="bold red" if run.failure else ""),
                 Text(sparkline([each.ttft_s for each in run.turns[-num_bars:]], slowest_s), style=COLOURS[name]),
-                seconds(turn.ttft_s),
                 seconds(run.ttft_s(50)),
                 f"{run.prefilled_tokens:,}",
                 f"{run.reused_tokens:,}",
