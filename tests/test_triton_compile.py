@@ -161,9 +161,9 @@ def test_neighbour(name: str, target: str) -> None:
 
 
 def test_spills_are_seen() -> None:
-    """The check can fail: a tile that is too large for the registers."""
-    too_large = attention.Tiling(block_m=128, block_n=64, num_warps=8, num_stages=3)
-    assert attend("sm_80", **PREFILL, tiling=too_large).spills > 0
+    """The check can fail: one warp cannot hold a row of 16,384."""
+    kernel, types, _, _ = OTHERS["rms_norm"]
+    assert compile_kernel(kernel, "sm_90", types, {"WIDTH": 16384, "BLOCK": 16384}, num_warps=1).spills > 0
 
 
 def test_writes_are_followed_to_the_argument() -> None:

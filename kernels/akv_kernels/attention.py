@@ -321,7 +321,8 @@ def choose_tiling(
             block_m, num_warps = (128 if width <= 128 else max(32, block_m)), 8
     wide = num_warps == 4 or width > 128 or shared_limit > 200 * 1024
     for block_n, num_stages in (((64, 3), (64, 2)) if wide else ()) + ((32, 2), (16, 2)):
-        if 2 * block_n * width * element_size * num_stages + 2 * block_m * width <= shared_limit * 0.9:
+        buffers = max(2, num_stages - 1)  # of K and V each, as Triton allots them
+        if 2 * block_n * width * element_size * buffers + 2 * block_m * width <= shared_limit * 0.9:
             break
     return Tiling(block_m, block_n, num_warps, num_stages)
 
