@@ -11,187 +11,9 @@
  *     contracted into sums alike), and integer sums have no order.
  * Slots outside the plan are never read, so garbage or NaN in them cannot spread. No -ffast-math.
  */
-#include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__AMX_INT8__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#if defined(__AVX2__) || defined(__F16C__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
-#define EXPORT __attribute__((visibility("default")))
-#define INLINE static inline __attribute__((always_inline))
-
-/* ------------------------------------------------------------------------------------------------- vectors ---- */
-
-#if defined(__AVX512F__)
-#define VL 16
-#define WIDE 4 /* vectors side by side in a tile: ROWS * WIDE sums, WIDE loads and a broadcast fill the registers */
-#elif defined(__AVX2__)
-#define VL 8
-#define WIDE 2
-#elif defined(__aarch64__)
-#define VL 4
-#define WIDE 4
-#else
-#define VL 4
-#define WIDE 2
-#endif
-#define ROWS 6 /* rows of a tile */
-
-typedef float vf __attribute__((vector_size(VL * 4)));
-typedef int32_t vi __attribute__((vector_size(VL * 4)));
-typedef float vf_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
-
-INLINE vf load(const float *p) { return *(const vf_any *)p; }
-INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
-INLINE vf splat(float x) { return x - (vf){0}; }
-
-INLINE vf vmax(vf a, vf b) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    vi greater = a > b;
-    return (vf)(((vi)a & greater) | ((vi)b & ~greater));
-#endif
-}
-
-INLINE float sum_lanes(vf x) {
-    for (int step = VL / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) x[i] += x[i + step];
-    return x[0];
-}
-
-INLINE float max_lanes(vf x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)x);
-#else
-    float most = x[0];
-    for (int i = 1; i < VL; i++) most = x[i] > most ? x[i] : most;
-    return most;
-#endif
-}
-
-/* 2^x for x <= 126; below -126 it is 2^-126. Relative error 1e-7; exactly 1 at 0.
- * 2^x = 2^n 2^f with n the nearest integer, read off a float that has no bits left for a fraction. */
-INLINE vf exp2_lanes(vf x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23 */
-    x = vmax(x, splat(-126.0f));
-    vf shifted = x + magic;
-    vf f = x - (shifted - magic);
-    vf p = splat(0.00015461447765119374f);
-    p = p * f + 0.0013390866806730628f;
-    p = p * f + 0.009618056938052177f;
-    p = p * f + 0.055503569543361664f;
-    p = p * f + 0.24022650718688965f;
-    p = p * f + 0.6931471824645996f;
-    p = p * f + 1.0f;
-    return (vf)((vi)p + ((vi)shifted << 23));
-}
-
-static float exp2_one(float x) { return exp2_lanes(splat(x))[0]; }
-
-/* ------------------------------------------------------------------------------------------ stored elements ---- */
-
-enum { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
-
-INLINE size_t element_size(int kind) { return kind == FLOAT32 ? 4 : 2; }
-
-INLINE float from_bfloat16(uint16_t bits) {
-    uint32_t wide = (uint32_t)bits << 16;
-    float x;
-    memcpy(&x, &wide, 4);
-    return x;
-}
-
-INLINE uint16_t to_bfloat16(float x) { /* to nearest, ties to even */
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 64); /* stays a NaN */
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-#if defined(__FLT16_MANT_DIG__)
-typedef _Float16 half;
-#define HAS_FLOAT16 1
-#elif defined(__ARM_FP16_FORMAT_IEEE)
-typedef __fp16 half;
-#define HAS_FLOAT16 1
-#else
-typedef uint16_t half; /* never used: akv_has_float16 says no */
-#define HAS_FLOAT16 0
-#endif
+#include "cpu.h"
 
 EXPORT int akv_has_float16(void) { return HAS_FLOAT16; }
-
-INLINE void read_floats(float *to, const void *from, int n, int kind) {
-    if (kind == FLOAT32)
-        memcpy(to, from, (size_t)n * 4);
-    else if (kind == BFLOAT16)
-        for (int i = 0; i < n; i++) to[i] = from_bfloat16(((const uint16_t *)from)[i]);
-    else {
-        int i = 0;
-#if defined(__F16C__)
-        for (; i + 8 <= n; i += 8)
-            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const half *)from + i))));
-#endif
-        for (; i < n; i++) to[i] = (float)((const half *)from)[i];
-    }
-}
-
-INLINE void write_floats(void *to, const float *from, int n, int kind) {
-    if (kind == FLOAT32)
-        memcpy(to, from, (size_t)n * 4);
-    else if (kind == BFLOAT16)
-        for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_bfloat16(from[i]);
-    else
-        for (int i = 0; i < n; i++) ((half *)to)[i] = (half)from[i];
-}
-
-/* Memory that a thread keeps between calls, one per purpose; NULL if there is none to be had. */
-enum { SCRATCH_TASK, SCRATCH_CALL, SCRATCH_PARTS, NUM_SCRATCH };
-
-static void *scratch(int purpose, size_t bytes) {
-    static _Thread_local void *kept[NUM_SCRATCH];
-    static _Thread_local size_t size[NUM_SCRATCH];
-    if (size[purpose] < bytes) {
-        free(kept[purpose]);
-        size[purpose] = (bytes + 4095) & ~(size_t)4095;
-        kept[purpose] = aligned_alloc(64, size[purpose]);
-        if (!kept[purpose]) size[purpose] = 0;
-    }
-    return kept[purpose];
-}
-
-/* ------------------------------------------------------------------------------------------------ threads ------ */
-
-#define SMALL (1 << 15) /* elements, or equally long work, below which waking a thread costs more than it saves */
-
-/* work(args, begin, end) over [0, count) in runs of `grain`, which threads take as they come. */
-static void share(void (*work)(void *, int, int), void *args, int count, int grain, int64_t elements, int threads) {
-    if (grain < 1) grain = 1;
-    if (threads <= 1 || count <= grain || elements <= SMALL) {
-        if (count > 0) work(args, 0, count);
-        return;
-    }
-    int runs = (count + grain - 1) / grain;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads < runs ? threads : runs)
-    for (int n = 0; n < runs; n++) work(args, n * grain, (n + 1) * grain < count ? (n + 1) * grain : count);
-}
-
-/* For rows that all cost the same. */
-static void share_rows(void (*work)(void *, int, int), void *args, int count, int64_t elements, int threads) {
-    share(work, args, count, (count + 4 * threads - 1) / (4 * threads), elements, threads);
-}
 
 /* ----------------------------------------------------------------------------------------------- rotation ------ */
 
@@ -336,8 +158,10 @@ static void transpose(float *keys, const float *const *rows, int num_keys, int d
             /* a[4i + k] holds, in its 128-bit part p, column 4p + k of rows 4i ... 4i + 3 */
 #pragma GCC unroll 4
             for (int k = 0; k < 4; k++) {
-                __m512 x = _mm512_shuffle_f32x4(a[k], a[k + 4], 0x88), y = _mm512_shuffle_f32x4(a[k + 8], a[k + 12], 0x88);
-                __m512 z = _mm512_shuffle_f32x4(a[k], a[k + 4], 0xdd), w = _mm512_shuffle_f32x4(a[k + 8], a[k + 12], 0xdd);
+                __m512 x = _mm512_shuffle_f32x4(a[k], a[k + 4], 0x88);
+                __m512 y = _mm512_shuffle_f32x4(a[k + 8], a[k + 12], 0x88);
+                __m512 z = _mm512_shuffle_f32x4(a[k], a[k + 4], 0xdd);
+                __m512 w = _mm512_shuffle_f32x4(a[k + 8], a[k + 12], 0xdd);
                 float *to = keys + (size_t)(d0 + k) * BLOCK + j0;
                 _mm512_storeu_ps(to, _mm512_shuffle_f32x4(x, y, 0x88));
                 _mm512_storeu_ps(to + 8 * BLOCK, _mm512_shuffle_f32x4(x, y, 0xdd));
@@ -376,8 +200,8 @@ static void transpose(float *keys, const float *const *rows, int num_keys, int d
         for (int i = done; i < d; i++) keys[(size_t)i * BLOCK + j] = rows[j][i];
 }
 
-/* score[r][lane] = q[r] . key[lane] for `rows` rows and `wide` vectors of lanes; summed in parts of 64 dims, because the
- * rounding of one long sum grows with its length. */
+/* score[r][lane] = q[r] . key[lane] for `rows` rows and `wide` vectors of lanes; summed in parts of 64 dims, because
+ * the rounding of one long sum grows with its length. */
 INLINE void score_tile(int rows, int wide, const float *q, int d, const float *keys, float *score) {
     for (int begin = 0; begin < d; begin += 64) {
         int end = begin + 64 < d ? begin + 64 : d;
@@ -433,16 +257,6 @@ INLINE void value_tile(int rows, int wide, const float *p, const float *const *v
         for (int w = 0; w < wide; w++) store(acc + r * d + dim + w * VL, sum[r][w]);
 }
 
-#define FOR_ROWS(rows, tile)   \
-    switch (rows) {            \
-    case 1: tile(1); break;    \
-    case 2: tile(2); break;    \
-    case 3: tile(3); break;    \
-    case 4: tile(4); break;    \
-    case 5: tile(5); break;    \
-    default: tile(6); break;   \
-    }
-
 static void score_lanes(int m, int wide, const float *q, int d, const float *keys, float *score) {
     for (int r = 0; r < m; r += ROWS) {
         int rows = m - r < ROWS ? m - r : ROWS;
@@ -454,8 +268,8 @@ static void score_lanes(int m, int wide, const float *q, int d, const float *key
     }
 }
 
-static void add_values(int m, const float *p, const float *const *values, const int *seen, const float *keep, float *acc,
-                       int d) {
+static void add_values(int m, const float *p, const float *const *values, const int *seen, const float *keep,
+                       float *acc, int d) {
     for (int r = 0; r < m; r += ROWS) {
         int rows = m - r < ROWS ? m - r : ROWS;
         int num_keys = seen[r + rows - 1]; /* later rows see no fewer */
@@ -475,8 +289,8 @@ static void add_values(int m, const float *p, const float *const *values, const 
     }
 }
 
-/* t->score[m][lane] for one block and head: the query is turned once per segment into `turned` [m][d], `turned_for` says
- * for which segment it is now. */
+/* t->score[m][lane] for one block and head: the query is turned once per segment into `turned` [m][d], `turned_for`
+ * says for which segment it is now. */
 static void score_block(const Call *c, const RowBlock *rb, int head, const KeyBlock *block, Task *t, float *turned,
                         int *turned_for) {
     const Plan *plan = c->plan;
@@ -499,7 +313,8 @@ static void score_block(const Call *c, const RowBlock *rb, int head, const KeyBl
             for (int r = 0; r < rb->num_rows; r++)
                 for (int h = 0; h < c->group; h++) {
                     const float *q = c->q + (rb->row + r) * c->q_stride + (size_t)(head * c->group + h) * d;
-                    turn(turned + (r * c->group + h) * d, q, table, half_dim, d, plan->interleaved, -1, c->scale, c->scale);
+                    float *to = turned + (r * c->group + h) * d;
+                    turn(to, q, table, half_dim, d, plan->interleaved, -1, c->scale, c->scale);
                 }
             *turned_for = g;
         }
@@ -841,7 +656,8 @@ EXPORT void akv_rope_and_write(float *q, int64_t q_stride, const float *k, int64
                                int half_dim, int interleaved, float scale, int kind, int threads) {
     Rope args = {q,        q_stride,    k,            k_stride, v,        v_stride,    k_pages, v_pages, slots,
                  rotation, num_q_heads, num_kv_heads, head_dim, half_dim, interleaved, kind,    scale};
-    share_rows(rope_tokens, &args, num_tokens, (int64_t)num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim, threads);
+    int64_t elements = (int64_t)num_tokens * (num_q_heads + 2 * num_kv_heads) * head_dim;
+    share_rows(rope_tokens, &args, num_tokens, elements, threads);
 }
 
 typedef struct {
@@ -902,8 +718,8 @@ static void norm_rows(void *args, int begin, int end) {
 }
 
 /* Contract: reference.rms_norm. `residual` and `total` are both given or both NULL. */
-EXPORT void akv_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *out, float *total,
-                         int num_rows, int hidden, int threads) {
+EXPORT void akv_rms_norm(const float *x, const float *residual, const float *weight, float eps, float *out,
+                         float *total, int num_rows, int hidden, int threads) {
     Norm args = {x, residual, weight, eps, out, total, hidden};
     share_rows(norm_rows, &args, num_rows, (int64_t)num_rows * hidden, threads);
 }
@@ -941,400 +757,4 @@ static void silu_rows(void *args, int begin, int end) {
 EXPORT void akv_silu_mul(const float *gate_up, float *out, int num_rows, int size, int threads) {
     Silu args = {gate_up, out, size};
     share_rows(silu_rows, &args, num_rows, (int64_t)num_rows * size, threads);
-}
-
-/* ------------------------------------------------------------------------------------------- int8 linear ------- */
-
-/* y[m][n] = sum_g sx[m][g] * sw[n][g] * sum_k xq[m][k] wq[n][k], k over group g of GROUP inputs.
- *
- * Both are symmetric int8, the activation quantised here, row by row and group by group. Weights are packed for tiles
- * of LANES outputs, stored + 128 so that they can be the unsigned side of a dot product of bytes:
- *   weights [N / LANES][groups][GROUP / 4][LANES][4] uint8,  scales [N / LANES][groups][LANES] bfloat16. */
-#define GROUP 64
-#define LANES 16
-#define QUADS (GROUP / 4)
-
-typedef struct {
-    const int8_t *x;        /* [rows][groups * GROUP] */
-    const float *x_scale;   /* [rows][groups] */
-    const int32_t *x_shift; /* [rows][groups] -128 * sum of the group: takes the + 128 out again */
-    const uint8_t *weights;
-    const uint16_t *scales;
-    int groups;
-} Quantised;
-
-static void quantise_row(const float *x, int size, int groups, int8_t *q, float *scale, int32_t *shift) {
-    for (int g = 0; g < groups; g++) {
-        float part[GROUP] = {0};
-        int n = size - g * GROUP < GROUP ? size - g * GROUP : GROUP;
-        memcpy(part, x + g * GROUP, n * sizeof(float));
-        int32_t most_bits = 0; /* floats of one sign order like their bits */
-        for (int i = 0; i < GROUP; i++) {
-            int32_t bits;
-            memcpy(&bits, part + i, 4);
-            bits &= 0x7fffffff;
-            most_bits = bits > most_bits ? bits : most_bits;
-        }
-        float most;
-        memcpy(&most, &most_bits, 4);
-        float inverse = most >= 1e-30f ? 127 / most : 0;
-        int32_t sum = 0;
-        for (int i = 0; i < GROUP; i++) {
-            float shifted = part[i] * inverse + 12582912.0f; /* the integer nearest stands in the low bits */
-            int32_t bits;
-            memcpy(&bits, &shifted, 4);
-            int32_t value = bits - 0x4b400000;
-            q[g * GROUP + i] = (int8_t)value;
-            sum += value;
-        }
-        scale[g] = most / 127; /* a NaN or infinity in the group stays one */
-        shift[g] = -128 * sum;
-    }
-}
-
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define TILE_ROWS 6
-#define TILE_WIDE 4
-
-/* dot += bytes . quad. The intrinsic is the same instruction, but gcc 12 copies its sum in and out of memory. */
-INLINE void add_bytes(__m512i *dot, __m512i bytes, __m512i quad) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(*dot) : "v"(bytes), "v"(quad));
-}
-
-/* sum + (dot + shift) * by_row * scale, for the outputs of a block and one group of inputs. */
-INLINE __m512 add_group(__m512 sum, const int32_t *dot, int32_t shift, float by_row, const uint16_t *scales) {
-    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
-    __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-    __m512i right = _mm512_add_epi32(_mm512_load_si512(dot), _mm512_set1_epi32(shift));
-    return _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(right), _mm512_set1_ps(by_row)), scale, sum);
-}
-
-INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
-    int groups = a->groups;
-    size_t per_block = (size_t)groups * QUADS * LANES * 4;
-    const uint8_t *weights = a->weights + block * per_block;
-    const int8_t *x = a->x + (size_t)row * groups * GROUP;
-    for (int g = 0; g < groups; g++) {
-        int32_t dots[TILE_ROWS * TILE_WIDE * LANES] __attribute__((aligned(64)));
-        const int8_t *quads = x + (size_t)g * GROUP;
-        const uint8_t *bytes = weights + (size_t)g * QUADS * LANES * 4;
-        __m512i dot[TILE_ROWS][TILE_WIDE];
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int w = 0; w < wide; w++) dot[r][w] = _mm512_setzero_si512();
-        for (int k = 0; k < QUADS; k++) {
-            __m512i weight[TILE_WIDE];
-#pragma GCC unroll 4
-            for (int w = 0; w < wide; w++) weight[w] = _mm512_loadu_si512(bytes + w * per_block + (size_t)k * LANES * 4);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) {
-                int32_t quad;
-                memcpy(&quad, quads + (size_t)r * groups * GROUP + 4 * k, 4);
-#pragma GCC unroll 4
-                for (int w = 0; w < wide; w++) add_bytes(&dot[r][w], weight[w], _mm512_set1_epi32(quad));
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int w = 0; w < wide; w++) _mm512_store_si512(dots + (r * TILE_WIDE + w) * LANES, dot[r][w]);
-        for (int w = 0; w < wide; w++) {
-            const uint16_t *scales = a->scales + ((size_t)(block + w) * groups + g) * LANES;
-            for (int r = 0; r < rows; r++) {
-                int at = (r * TILE_WIDE + w) * LANES;
-                size_t of_x = (size_t)(row + r) * groups + g;
-                __m512 sum = g ? _mm512_loadu_ps(out + at) : _mm512_setzero_ps();
-                _mm512_storeu_ps(out + at, add_group(sum, dots + at, a->x_shift[of_x], a->x_scale[of_x], scales));
-            }
-        }
-    }
-}
-
-#if defined(__AMX_INT8__) && defined(__linux__)
-#define AMX_ROWS 16
-
-/* The matrix unit multiplies 16 rows by one tile of weights in one instruction; the kernel must allow it first. */
-static int has_amx(void) {
-    static int known = 0; /* 1: yes, -1: no; asking twice does no harm */
-    if (!known) known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : -1;
-    return known > 0;
-}
-
-static void amx_begin(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } __attribute__((aligned(64))) config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
-    _tile_loadconfig(&config);
-}
-
-/* int8_tile for 16 rows and one block of outputs: the same integers, then the same operations on floats. */
-static void amx_tile(const Quantised *a, int row, int block, float *out) {
-    int groups = a->groups;
-    const uint8_t *weights = a->weights + (size_t)block * groups * QUADS * LANES * 4;
-    const uint16_t *scales = a->scales + (size_t)block * groups * LANES;
-    const int8_t *x = a->x + (size_t)row * groups * GROUP;
-    const float *x_scale = a->x_scale + (size_t)row * groups;
-    const int32_t *x_shift = a->x_shift + (size_t)row * groups;
-    size_t stride = (size_t)groups * GROUP;
-    int32_t dots[4][AMX_ROWS * LANES] __attribute__((aligned(64)));
-    __m512 sum[AMX_ROWS];
-#pragma GCC unroll 16
-    for (int r = 0; r < AMX_ROWS; r++) sum[r] = _mm512_setzero_ps();
-    for (int first = 0; first < groups; first += 4) {
-        int count = groups - first < 4 ? groups - first : 4;
-#define MULTIPLY(i)                                                                     \
-    if (i < count) {                                                                    \
-        _tile_zero(i);                                                                  \
-        _tile_loadd(4, x + (first + i) * GROUP, stride);                                \
-        _tile_loadd(5, weights + (size_t)(first + i) * QUADS * LANES * 4, LANES * 4);   \
-        _tile_dpbsud(i, 4, 5);                                                          \
-        _tile_stored(i, dots[i], LANES * 4);                                            \
-    }
-        MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
-#undef MULTIPLY
-        for (int i = 0; i < count; i++) {
-            int g = first + i;
-#pragma GCC unroll 16
-            for (int r = 0; r < AMX_ROWS; r++) {
-                size_t of_x = (size_t)r * groups + g;
-                sum[r] = add_group(sum[r], dots[i] + r * LANES, x_shift[of_x], x_scale[of_x], scales + g * LANES);
-            }
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < AMX_ROWS; r++) _mm512_storeu_ps(out + r * LANES, sum[r]);
-}
-#endif
-
-#elif defined(__AVX2__)
-#define TILE_ROWS 2
-#define TILE_WIDE 2
-
-INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
-    int groups = a->groups;
-    size_t per_block = (size_t)groups * QUADS * LANES * 4;
-    const int8_t *x = a->x + (size_t)row * groups * GROUP;
-    const __m256i bias = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
-    for (int w = 0; w < wide; w++) {
-        const uint8_t *weights = a->weights + (block + w) * per_block;
-        __m256 sum[TILE_ROWS][2];
-#pragma GCC unroll 2
-        for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
-        for (int g = 0; g < groups; g++) {
-            __m256i dot[TILE_ROWS][2];
-#pragma GCC unroll 2
-            for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = _mm256_setzero_si256();
-            for (int k = 0; k < QUADS; k++) {
-                const uint8_t *at = weights + ((size_t)g * QUADS + k) * LANES * 4;
-#pragma GCC unroll 2
-                for (int side = 0; side < 2; side++) {
-                    /* |w| * (x with w's sign): both at most 127, so that pairs cannot saturate 16 bits */
-                    __m256i weight = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(at + 32 * side)), bias);
-                    __m256i size = _mm256_abs_epi8(weight);
-#pragma GCC unroll 2
-                    for (int r = 0; r < rows; r++) {
-                        int32_t quad;
-                        memcpy(&quad, x + ((size_t)r * groups + g) * GROUP + 4 * k, 4);
-                        __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(quad), weight));
-                        dot[r][side] = _mm256_add_epi32(dot[r][side], _mm256_madd_epi16(pairs, ones));
-                    }
-                }
-            }
-            const uint16_t *scales = a->scales + ((size_t)(block + w) * groups + g) * LANES;
-#pragma GCC unroll 2
-            for (int side = 0; side < 2; side++) {
-                __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(scales + 8 * side)));
-                __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-#pragma GCC unroll 2
-                for (int r = 0; r < rows; r++) {
-                    __m256 by_row = _mm256_set1_ps(a->x_scale[(size_t)(row + r) * groups + g]);
-                    __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(dot[r][side]), by_row);
-                    sum[r][side] = _mm256_fmadd_ps(part, scale, sum[r][side]);
-                }
-            }
-        }
-#pragma GCC unroll 2
-        for (int r = 0; r < rows; r++)
-            for (int side = 0; side < 2; side++)
-                _mm256_storeu_ps(out + (r * TILE_WIDE + w) * LANES + 8 * side, sum[r][side]);
-    }
-}
-
-#else
-#define TILE_ROWS 2
-#define TILE_WIDE 1
-typedef int16_t vs __attribute__((vector_size(16)));
-
-/* dot[i] += the four signed bytes i of `bytes` . the four of `quad`; none is -128, so that two products fit 16 bits. */
-INLINE vi add_quads(vi dot, vi bytes, vi quad) {
-#if defined(__ARM_FEATURE_DOTPROD)
-    return (vi)vdotq_s32((int32x4_t)dot, (int8x16_t)bytes, (int8x16_t)quad);
-#else
-    vs weight = (vs)bytes, x = (vs)quad;
-    vi pairs = (vi)(((weight << 8) >> 8) * ((x << 8) >> 8) + (weight >> 8) * (x >> 8));
-    return dot + ((pairs << 16) >> 16) + (pairs >> 16);
-#endif
-}
-
-INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
-    int groups = a->groups;
-    (void)wide;
-    for (int g = 0; g < groups; g++) {
-        const uint8_t *weights = a->weights + ((size_t)block * groups + g) * QUADS * LANES * 4;
-        const uint16_t *scales = a->scales + ((size_t)block * groups + g) * LANES;
-        vi dot[TILE_ROWS][4] = {{{0}}};
-        for (int k = 0; k < QUADS; k++)
-#pragma GCC unroll 4
-            for (int part = 0; part < 4; part++) {
-                vi bytes;
-                memcpy(&bytes, weights + (k * 4 + part) * 16, 16);
-                bytes ^= (int32_t)0x80808080; /* takes the + 128 out */
-#pragma GCC unroll 2
-                for (int r = 0; r < rows; r++) {
-                    int32_t quad;
-                    memcpy(&quad, a->x + ((size_t)(row + r) * groups + g) * GROUP + 4 * k, 4);
-                    dot[r][part] = add_quads(dot[r][part], bytes, quad - (vi){0});
-                }
-            }
-        for (int r = 0; r < rows; r++) {
-            float *sum = out + r * LANES, by_row = a->x_scale[(size_t)(row + r) * groups + g];
-            for (int n = 0; n < LANES; n++)
-                sum[n] = (g ? sum[n] : 0) + (float)dot[r][n / 4][n % 4] * by_row * from_bfloat16(scales[n]);
-        }
-    }
-}
-#endif
-
-static void int8_rows(int rows, int wide, const Quantised *a, int row, int block, float *out) {
-#define TILE(n) int8_tile(n, TILE_WIDE, a, row, block, out)
-#define NARROW(n) int8_tile(n, 1, a, row, block, out)
-#if TILE_ROWS == 6
-    if (wide == TILE_WIDE) FOR_ROWS(rows, TILE) else FOR_ROWS(rows, NARROW)
-#else
-    if (wide == TILE_WIDE) {
-        if (rows == TILE_ROWS) TILE(TILE_ROWS);
-        else for (int r = 0; r < rows; r++) int8_tile(1, TILE_WIDE, a, row + r, block, out + r * TILE_WIDE * LANES);
-    } else
-        for (int r = 0; r < rows; r++) int8_tile(1, 1, a, row + r, block, out + r * TILE_WIDE * LANES);
-#endif
-#undef TILE
-#undef NARROW
-}
-
-static void put_tile(float *out, int num_outputs, int row, int rows, int block, int wide, const float *tile, int stride) {
-    int first = block * LANES, width = wide * LANES;
-    if (width > num_outputs - first) width = num_outputs - first;
-    for (int r = 0; r < rows; r++)
-        memcpy(out + (size_t)(row + r) * num_outputs + first, tile + r * stride, width * sizeof(float));
-}
-
-#define TASK_ROWS 96  /* of TILE_ROWS */
-#define TASK_BLOCKS 4 /* of LANES outputs */
-
-typedef struct {
-    Quantised a;
-    const float *x;
-    float *out;
-    int64_t x_stride;
-    int num_rows, num_inputs, num_outputs, row_tasks;
-} Linear;
-
-static void quantise_rows(void *args, int begin, int end) {
-    Linear *l = args;
-    size_t groups = l->a.groups;
-    for (size_t r = begin; r < (size_t)end; r++)
-        quantise_row(l->x + r * l->x_stride, l->num_inputs, l->a.groups, (int8_t *)l->a.x + r * groups * GROUP,
-                     (float *)l->a.x_scale + r * groups, (int32_t *)l->a.x_shift + r * groups);
-}
-
-static void linear_tasks(void *args, int begin, int end) {
-    Linear *l = args;
-    int blocks = (l->num_outputs + LANES - 1) / LANES;
-    for (int n = begin; n < end; n++) {
-        int row = n % l->row_tasks * TASK_ROWS, block_begin = n / l->row_tasks * TASK_BLOCKS;
-        int row_end = row + TASK_ROWS < l->num_rows ? row + TASK_ROWS : l->num_rows;
-        int block_end = block_begin + TASK_BLOCKS < blocks ? block_begin + TASK_BLOCKS : blocks;
-#if defined(AMX_ROWS)
-        if (row_end - row >= AMX_ROWS && has_amx()) {
-            amx_begin();
-            for (; row + AMX_ROWS <= row_end; row += AMX_ROWS)
-                for (int block = block_begin; block < block_end; block++) {
-                    float tile[AMX_ROWS * LANES];
-                    amx_tile(&l->a, row, block, tile);
-                    put_tile(l->out, l->num_outputs, row, AMX_ROWS, block, 1, tile, LANES);
-                }
-            _tile_release();
-        }
-#endif
-        for (int block = block_begin; block < block_end;) {
-            int wide = block_end - block >= TILE_WIDE ? TILE_WIDE : 1;
-            for (int r = row; r < row_end; r += TILE_ROWS) {
-                int rows = row_end - r < TILE_ROWS ? row_end - r : TILE_ROWS;
-                float tile[TILE_ROWS * TILE_WIDE * LANES];
-                int8_rows(rows, wide, &l->a, r, block, tile);
-                put_tile(l->out, l->num_outputs, r, rows, block, wide, tile, TILE_WIDE * LANES);
-            }
-            block += wide;
-        }
-    }
-}
-
-/* x [num_rows][x_stride] float32 -> out [num_rows][num_outputs] float32. Returns 0, or -1 for want of memory. */
-EXPORT int akv_int8_linear(const float *x, int64_t x_stride, int num_rows, int num_inputs, const uint8_t *weights,
-                           const uint16_t *scales, int num_outputs, float *out, int threads) {
-    int groups = (num_inputs + GROUP - 1) / GROUP, blocks = (num_outputs + LANES - 1) / LANES;
-    size_t x_bytes = (size_t)num_rows * groups * GROUP;
-    char *memory = scratch(SCRATCH_CALL, x_bytes + (size_t)num_rows * groups * 8 + 64);
-    if (!memory) return -1;
-    float *x_scale = (float *)(memory + x_bytes);
-    Quantised a = {(int8_t *)memory, x_scale, (int32_t *)(x_scale + (size_t)num_rows * groups), weights, scales, groups};
-    int row_tasks = (num_rows + TASK_ROWS - 1) / TASK_ROWS, block_tasks = (blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
-    Linear args = {a, x, out, x_stride, num_rows, num_inputs, num_outputs, row_tasks};
-    share_rows(quantise_rows, &args, num_rows, (int64_t)num_rows * num_inputs, threads);
-    int64_t products = (int64_t)num_rows * num_inputs * num_outputs;
-    share(linear_tasks, &args, row_tasks * block_tasks, 1, products / 16, threads);
-    return 0;
-}
-
-typedef struct {
-    const float *weight; /* [num_outputs][num_inputs] */
-    uint8_t *weights;
-    uint16_t *scales;
-    int num_outputs, num_inputs;
-} Pack;
-
-static void pack_blocks(void *args, int begin, int end) {
-    Pack p = *(Pack *)args;
-    int groups = (p.num_inputs + GROUP - 1) / GROUP;
-    for (int block = begin; block < end; block++)
-        for (int g = 0; g < groups; g++) {
-            size_t at = (size_t)block * groups + g;
-            for (int n = 0; n < LANES; n++) {
-                int output = block * LANES + n, size = p.num_inputs - g * GROUP < GROUP ? p.num_inputs - g * GROUP : GROUP;
-                float part[GROUP] = {0}, most = 0;
-                if (output < p.num_outputs)
-                    memcpy(part, p.weight + (size_t)output * p.num_inputs + g * GROUP, size * sizeof(float));
-                for (int i = 0; i < GROUP; i++) most = fabsf(part[i]) > most ? fabsf(part[i]) : most;
-                uint16_t scale = to_bfloat16(most / 127);
-                if (from_bfloat16(scale) * 127 < most) scale++; /* the next larger one: nothing is clipped */
-                p.scales[at * LANES + n] = scale;
-                float inverse = most > 1e-30f ? 1 / from_bfloat16(scale) : 0;
-                for (int i = 0; i < GROUP; i++) {
-                    float step = rintf(part[i] * inverse);
-                    step = step > 127 ? 127 : step < -127 ? -127 : step;
-                    p.weights[((at * QUADS + i / 4) * LANES + n) * 4 + i % 4] = (uint8_t)((int)step + 128);
-                }
-            }
-        }
-}
-
-/* Quantise and pack a weight for akv_int8_linear. */
-EXPORT void akv_int8_pack(const float *weight, int num_outputs, int num_inputs, uint8_t *weights, uint16_t *scales,
-                          int threads) {
-    Pack args = {weight, weights, scales, num_outputs, num_inputs};
-    share_rows(pack_blocks, &args, (num_outputs + LANES - 1) / LANES, (int64_t)num_outputs * num_inputs, threads);
 }

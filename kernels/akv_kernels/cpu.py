@@ -1,4 +1,4 @@
-"""The CPU backend: cpu.c compiled for this machine on first use, and called with the addresses of tensors.
+"""The CPU backend: cpu.c and cpu_int8.c, compiled for this machine on first use and called with tensors' addresses.
 
 Owns shape checks, the compiled library and its cache, and the packing of int8 weights. `reference` has the contracts.
 Rows are bitwise independent of each other, of how a prompt is cut into calls, and of the number of threads, which
@@ -24,7 +24,7 @@ from torch import Tensor
 from akv_kernels.plan import AttentionPlan
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_GROUP, _LANES = 64, 16  # as in cpu.c
+_GROUP, _LANES = 64, 16  # as in cpu_int8.c
 _MAX_HEAD_DIM, _MAX_GROUP = 256, 192
 
 
@@ -69,9 +69,10 @@ def library(march: str = "native") -> ctypes.CDLL:
 
     Raises RuntimeError where there is no C compiler, or it fails.
     """
-    source = Path(__file__).with_name("cpu.c").read_bytes()
+    sources = [Path(__file__).with_name(name) for name in ("cpu.c", "cpu_int8.c", "cpu.h")]
     flags = ["-std=gnu11", "-O3", f"-march={march}", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared"]
-    key = hashlib.sha256(b"\0".join((source, " ".join(flags).encode(), _cpu_name().encode()))).hexdigest()[:20]
+    identity = [*(source.read_bytes() for source in sources), " ".join(flags).encode(), _cpu_name().encode()]
+    key = hashlib.sha256(b"\0".join(identity)).hexdigest()[:20]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "akv"
     path = folder / f"kernels-{key}.so"
     if not path.exists():
@@ -81,8 +82,8 @@ def library(march: str = "native") -> ctypes.CDLL:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             built = Path(temporary) / "kernels.so"
-            command = [compiler, *flags, "-x", "c", "-", "-o", str(built), "-lm"]
-            done = subprocess.run(command, input=source, capture_output=True, check=False)
+            command = [compiler, *flags, *map(str, sources[:2]), "-o", str(built), "-lm"]
+            done = subprocess.run(command, capture_output=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{compiler} could not compile AKV's CPU kernels:\n{done.stderr.decode()}")
             os.replace(built, path)  # whole or not at all, also with two processes at it

@@ -1,0 +1,404 @@
+/* Linear layers with int8 weights: y[m][n] = sum_g sx[m][g] * sw[n][g] * sum_k xq[m][k] wq[n][k], k over group g of
+ * GROUP inputs.
+ *
+ * Both factors are symmetric int8, the activation quantised here, row by row and group by group, so that a row of y
+ * depends on its own row of x alone. The inner sums are of integers and have no order; the outer one runs over the
+ * groups in ascending order on every path. Weights are packed for tiles of LANES outputs, stored + 128 so that they can
+ * be the unsigned side of a dot product of bytes:
+ *   weights [N / LANES][groups][GROUP / 4][LANES][4] uint8,  scales [N / LANES][groups][LANES] bfloat16. */
+#include "cpu.h"
+#if defined(__AMX_INT8__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define GROUP 64
+#define LANES 16
+#define QUADS (GROUP / 4)
+
+typedef struct {
+    const int8_t *x;        /* [rows][groups * GROUP] */
+    const float *x_scale;   /* [rows][groups] */
+    const int32_t *x_shift; /* [rows][groups] -128 * sum of the group: takes the + 128 out again */
+    const uint8_t *weights;
+    const uint16_t *scales;
+    int groups;
+} Quantised;
+
+static void quantise_row(const float *x, int size, int groups, int8_t *q, float *scale, int32_t *shift) {
+    for (int g = 0; g < groups; g++) {
+        float part[GROUP] = {0};
+        int n = size - g * GROUP < GROUP ? size - g * GROUP : GROUP;
+        memcpy(part, x + g * GROUP, n * sizeof(float));
+        int32_t most_bits = 0; /* floats of one sign order like their bits */
+        for (int i = 0; i < GROUP; i++) {
+            int32_t bits;
+            memcpy(&bits, part + i, 4);
+            bits &= 0x7fffffff;
+            most_bits = bits > most_bits ? bits : most_bits;
+        }
+        float most;
+        memcpy(&most, &most_bits, 4);
+        float inverse = most >= 1e-30f ? 127 / most : 0;
+        int32_t sum = 0;
+        for (int i = 0; i < GROUP; i++) {
+            float shifted = part[i] * inverse + 12582912.0f; /* the integer nearest stands in the low bits */
+            int32_t bits;
+            memcpy(&bits, &shifted, 4);
+            int32_t value = bits - 0x4b400000;
+            q[g * GROUP + i] = (int8_t)value;
+            sum += value;
+        }
+        scale[g] = most / 127; /* a NaN or infinity in the group stays one */
+        shift[g] = -128 * sum;
+    }
+}
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define TILE_ROWS 6
+#define TILE_WIDE 4
+
+/* dot += bytes . quad. The intrinsic is the same instruction, but gcc 12 copies its sum in and out of memory. */
+INLINE void add_bytes(__m512i *dot, __m512i bytes, __m512i quad) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*dot) : "v"(bytes), "v"(quad));
+}
+
+/* sum + (dot + shift) * by_row * scale, for the outputs of a block and one group of inputs. */
+INLINE __m512 add_group(__m512 sum, const int32_t *dot, int32_t shift, float by_row, const uint16_t *scales) {
+    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
+    __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    __m512i right = _mm512_add_epi32(_mm512_load_si512(dot), _mm512_set1_epi32(shift));
+    return _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(right), _mm512_set1_ps(by_row)), scale, sum);
+}
+
+INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
+    int groups = a->groups;
+    size_t per_block = (size_t)groups * QUADS * LANES * 4;
+    const uint8_t *weights = a->weights + block * per_block;
+    const int8_t *x = a->x + (size_t)row * groups * GROUP;
+    for (int g = 0; g < groups; g++) {
+        int32_t dots[TILE_ROWS * TILE_WIDE * LANES] __attribute__((aligned(64)));
+        const int8_t *quads = x + (size_t)g * GROUP;
+        const uint8_t *bytes = weights + (size_t)g * QUADS * LANES * 4;
+        __m512i dot[TILE_ROWS][TILE_WIDE];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) dot[r][w] = _mm512_setzero_si512();
+        for (int k = 0; k < QUADS; k++) {
+            __m512i weight[TILE_WIDE];
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) weight[w] = _mm512_loadu_si512(bytes + w * per_block + k * LANES * 4);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                int32_t quad;
+                memcpy(&quad, quads + (size_t)r * groups * GROUP + 4 * k, 4);
+#pragma GCC unroll 4
+                for (int w = 0; w < wide; w++) add_bytes(&dot[r][w], weight[w], _mm512_set1_epi32(quad));
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int w = 0; w < wide; w++) _mm512_store_si512(dots + (r * TILE_WIDE + w) * LANES, dot[r][w]);
+        for (int w = 0; w < wide; w++) {
+            const uint16_t *scales = a->scales + ((size_t)(block + w) * groups + g) * LANES;
+            for (int r = 0; r < rows; r++) {
+                int at = (r * TILE_WIDE + w) * LANES;
+                size_t of_x = (size_t)(row + r) * groups + g;
+                __m512 sum = g ? _mm512_loadu_ps(out + at) : _mm512_setzero_ps();
+                _mm512_storeu_ps(out + at, add_group(sum, dots + at, a->x_shift[of_x], a->x_scale[of_x], scales));
+            }
+        }
+    }
+}
+
+#if defined(__AMX_INT8__) && defined(__linux__)
+#define AMX_ROWS 16
+
+/* The matrix unit multiplies 16 rows by one tile of weights in one instruction; the kernel must allow it first. */
+static int has_amx(void) {
+    static int known = 0; /* 1: yes, -1: no; asking twice does no harm */
+    if (!known) known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : -1;
+    return known > 0;
+}
+
+static void amx_begin(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } __attribute__((aligned(64))) config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
+    _tile_loadconfig(&config);
+}
+
+/* int8_tile for 16 rows and one block of outputs: the same integers, then the same operations on floats. */
+static void amx_tile(const Quantised *a, int row, int block, float *out) {
+    int groups = a->groups;
+    const uint8_t *weights = a->weights + (size_t)block * groups * QUADS * LANES * 4;
+    const uint16_t *scales = a->scales + (size_t)block * groups * LANES;
+    const int8_t *x = a->x + (size_t)row * groups * GROUP;
+    const float *x_scale = a->x_scale + (size_t)row * groups;
+    const int32_t *x_shift = a->x_shift + (size_t)row * groups;
+    size_t stride = (size_t)groups * GROUP;
+    int32_t dots[4][AMX_ROWS * LANES] __attribute__((aligned(64)));
+    __m512 sum[AMX_ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < AMX_ROWS; r++) sum[r] = _mm512_setzero_ps();
+    for (int first = 0; first < groups; first += 4) {
+        int count = groups - first < 4 ? groups - first : 4;
+#define MULTIPLY(i)                                                                     \
+    if (i < count) {                                                                    \
+        _tile_zero(i);                                                                  \
+        _tile_loadd(4, x + (first + i) * GROUP, stride);                                \
+        _tile_loadd(5, weights + (size_t)(first + i) * QUADS * LANES * 4, LANES * 4);   \
+        _tile_dpbsud(i, 4, 5);                                                          \
+        _tile_stored(i, dots[i], LANES * 4);                                            \
+    }
+        MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
+#undef MULTIPLY
+        for (int i = 0; i < count; i++) {
+            int g = first + i;
+#pragma GCC unroll 16
+            for (int r = 0; r < AMX_ROWS; r++) {
+                size_t of_x = (size_t)r * groups + g;
+                sum[r] = add_group(sum[r], dots[i] + r * LANES, x_shift[of_x], x_scale[of_x], scales + g * LANES);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < AMX_ROWS; r++) _mm512_storeu_ps(out + r * LANES, sum[r]);
+}
+#endif
+
+#elif defined(__AVX2__)
+#define TILE_ROWS 2
+#define TILE_WIDE 2
+
+INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
+    int groups = a->groups;
+    size_t per_block = (size_t)groups * QUADS * LANES * 4;
+    const int8_t *x = a->x + (size_t)row * groups * GROUP;
+    const __m256i bias = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+    for (int w = 0; w < wide; w++) {
+        const uint8_t *weights = a->weights + (block + w) * per_block;
+        __m256 sum[TILE_ROWS][2];
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+        for (int g = 0; g < groups; g++) {
+            __m256i dot[TILE_ROWS][2];
+#pragma GCC unroll 2
+            for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = _mm256_setzero_si256();
+            for (int k = 0; k < QUADS; k++) {
+                const uint8_t *at = weights + ((size_t)g * QUADS + k) * LANES * 4;
+#pragma GCC unroll 2
+                for (int side = 0; side < 2; side++) {
+                    /* |w| * (x with w's sign): both at most 127, so that pairs cannot saturate 16 bits */
+                    __m256i weight = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(at + 32 * side)), bias);
+                    __m256i size = _mm256_abs_epi8(weight);
+#pragma GCC unroll 2
+                    for (int r = 0; r < rows; r++) {
+                        int32_t quad;
+                        memcpy(&quad, x + ((size_t)r * groups + g) * GROUP + 4 * k, 4);
+                        __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(_mm256_set1_epi32(quad), weight));
+                        dot[r][side] = _mm256_add_epi32(dot[r][side], _mm256_madd_epi16(pairs, ones));
+                    }
+                }
+            }
+            const uint16_t *scales = a->scales + ((size_t)(block + w) * groups + g) * LANES;
+#pragma GCC unroll 2
+            for (int side = 0; side < 2; side++) {
+                __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(scales + 8 * side)));
+                __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+#pragma GCC unroll 2
+                for (int r = 0; r < rows; r++) {
+                    __m256 by_row = _mm256_set1_ps(a->x_scale[(size_t)(row + r) * groups + g]);
+                    __m256 part = _mm256_mul_ps(_mm256_cvtepi32_ps(dot[r][side]), by_row);
+                    sum[r][side] = _mm256_fmadd_ps(part, scale, sum[r][side]);
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++)
+            for (int side = 0; side < 2; side++)
+                _mm256_storeu_ps(out + (r * TILE_WIDE + w) * LANES + 8 * side, sum[r][side]);
+    }
+}
+
+#else
+#define TILE_ROWS 2
+#define TILE_WIDE 1
+typedef int16_t vs __attribute__((vector_size(16)));
+
+/* dot[i] += the four signed bytes i of `bytes` . the four of `quad`; none is -128, so that two products fit 16 bits. */
+INLINE vi add_quads(vi dot, vi bytes, vi quad) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (vi)vdotq_s32((int32x4_t)dot, (int8x16_t)bytes, (int8x16_t)quad);
+#else
+    vs weight = (vs)bytes, x = (vs)quad;
+    vi pairs = (vi)(((weight << 8) >> 8) * ((x << 8) >> 8) + (weight >> 8) * (x >> 8));
+    return dot + ((pairs << 16) >> 16) + (pairs >> 16);
+#endif
+}
+
+INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
+    int groups = a->groups;
+    (void)wide;
+    for (int g = 0; g < groups; g++) {
+        const uint8_t *weights = a->weights + ((size_t)block * groups + g) * QUADS * LANES * 4;
+        const uint16_t *scales = a->scales + ((size_t)block * groups + g) * LANES;
+        vi dot[TILE_ROWS][4] = {{{0}}};
+        for (int k = 0; k < QUADS; k++)
+#pragma GCC unroll 4
+            for (int part = 0; part < 4; part++) {
+                vi bytes;
+                memcpy(&bytes, weights + (k * 4 + part) * 16, 16);
+                bytes ^= (int32_t)0x80808080; /* takes the + 128 out */
+#pragma GCC unroll 2
+                for (int r = 0; r < rows; r++) {
+                    int32_t quad;
+                    memcpy(&quad, a->x + ((size_t)(row + r) * groups + g) * GROUP + 4 * k, 4);
+                    dot[r][part] = add_quads(dot[r][part], bytes, quad - (vi){0});
+                }
+            }
+        for (int r = 0; r < rows; r++) {
+            float *sum = out + r * LANES, by_row = a->x_scale[(size_t)(row + r) * groups + g];
+            for (int n = 0; n < LANES; n++)
+                sum[n] = (g ? sum[n] : 0) + (float)dot[r][n / 4][n % 4] * by_row * from_bfloat16(scales[n]);
+        }
+    }
+}
+#endif
+
+static void int8_rows(int rows, int wide, const Quantised *a, int row, int block, float *out) {
+#define TILE(n) int8_tile(n, TILE_WIDE, a, row, block, out)
+#define NARROW(n) int8_tile(n, 1, a, row, block, out)
+#if TILE_ROWS == 6
+    if (wide == TILE_WIDE) FOR_ROWS(rows, TILE) else FOR_ROWS(rows, NARROW)
+#else
+    if (wide == TILE_WIDE) {
+        if (rows == TILE_ROWS) TILE(TILE_ROWS);
+        else for (int r = 0; r < rows; r++) int8_tile(1, TILE_WIDE, a, row + r, block, out + r * TILE_WIDE * LANES);
+    } else
+        for (int r = 0; r < rows; r++) int8_tile(1, 1, a, row + r, block, out + r * TILE_WIDE * LANES);
+#endif
+#undef TILE
+#undef NARROW
+}
+
+static void put_tile(float *out, int num_outputs, int row, int rows, int block, int wide, const float *tile,
+                     int stride) {
+    int first = block * LANES, width = wide * LANES;
+    if (width > num_outputs - first) width = num_outputs - first;
+    for (int r = 0; r < rows; r++)
+        memcpy(out + (size_t)(row + r) * num_outputs + first, tile + r * stride, width * sizeof(float));
+}
+
+#define TASK_ROWS 96  /* of TILE_ROWS */
+#define TASK_BLOCKS 4 /* of LANES outputs */
+
+typedef struct {
+    Quantised a;
+    const float *x;
+    float *out;
+    int64_t x_stride;
+    int num_rows, num_inputs, num_outputs, row_tasks;
+} Linear;
+
+static void quantise_rows(void *args, int begin, int end) {
+    Linear *l = args;
+    size_t groups = l->a.groups;
+    for (size_t r = begin; r < (size_t)end; r++)
+        quantise_row(l->x + r * l->x_stride, l->num_inputs, l->a.groups, (int8_t *)l->a.x + r * groups * GROUP,
+                     (float *)l->a.x_scale + r * groups, (int32_t *)l->a.x_shift + r * groups);
+}
+
+static void linear_tasks(void *args, int begin, int end) {
+    Linear *l = args;
+    int blocks = (l->num_outputs + LANES - 1) / LANES;
+    for (int n = begin; n < end; n++) {
+        int row = n % l->row_tasks * TASK_ROWS, block_begin = n / l->row_tasks * TASK_BLOCKS;
+        int row_end = row + TASK_ROWS < l->num_rows ? row + TASK_ROWS : l->num_rows;
+        int block_end = block_begin + TASK_BLOCKS < blocks ? block_begin + TASK_BLOCKS : blocks;
+#if defined(AMX_ROWS)
+        if (row_end - row >= AMX_ROWS && has_amx()) {
+            amx_begin();
+            for (; row + AMX_ROWS <= row_end; row += AMX_ROWS)
+                for (int block = block_begin; block < block_end; block++) {
+                    float tile[AMX_ROWS * LANES];
+                    amx_tile(&l->a, row, block, tile);
+                    put_tile(l->out, l->num_outputs, row, AMX_ROWS, block, 1, tile, LANES);
+                }
+            _tile_release();
+        }
+#endif
+        for (int block = block_begin; block < block_end;) {
+            int wide = block_end - block >= TILE_WIDE ? TILE_WIDE : 1;
+            for (int r = row; r < row_end; r += TILE_ROWS) {
+                int rows = row_end - r < TILE_ROWS ? row_end - r : TILE_ROWS;
+                float tile[TILE_ROWS * TILE_WIDE * LANES];
+                int8_rows(rows, wide, &l->a, r, block, tile);
+                put_tile(l->out, l->num_outputs, r, rows, block, wide, tile, TILE_WIDE * LANES);
+            }
+            block += wide;
+        }
+    }
+}
+
+/* x [num_rows][x_stride] float32 -> out [num_rows][num_outputs] float32. Returns 0, or -1 for want of memory. */
+EXPORT int akv_int8_linear(const float *x, int64_t x_stride, int num_rows, int num_inputs, const uint8_t *weights,
+                           const uint16_t *scales, int num_outputs, float *out, int threads) {
+    int groups = (num_inputs + GROUP - 1) / GROUP, blocks = (num_outputs + LANES - 1) / LANES;
+    size_t x_bytes = (size_t)num_rows * groups * GROUP;
+    char *memory = scratch(SCRATCH_CALL, x_bytes + (size_t)num_rows * groups * 8 + 64);
+    if (!memory) return -1;
+    float *x_scale = (float *)(memory + x_bytes);
+    int32_t *x_shift = (int32_t *)(x_scale + (size_t)num_rows * groups);
+    Quantised a = {(int8_t *)memory, x_scale, x_shift, weights, scales, groups};
+    int row_tasks = (num_rows + TASK_ROWS - 1) / TASK_ROWS, block_tasks = (blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
+    Linear args = {a, x, out, x_stride, num_rows, num_inputs, num_outputs, row_tasks};
+    share_rows(quantise_rows, &args, num_rows, (int64_t)num_rows * num_inputs, threads);
+    int64_t products = (int64_t)num_rows * num_inputs * num_outputs;
+    share(linear_tasks, &args, row_tasks * block_tasks, 1, products / 16, threads);
+    return 0;
+}
+
+typedef struct {
+    const float *weight; /* [num_outputs][num_inputs] */
+    uint8_t *weights;
+    uint16_t *scales;
+    int num_outputs, num_inputs;
+} Pack;
+
+static void pack_blocks(void *args, int begin, int end) {
+    Pack p = *(Pack *)args;
+    int groups = (p.num_inputs + GROUP - 1) / GROUP;
+    for (int block = begin; block < end; block++)
+        for (int g = 0; g < groups; g++) {
+            size_t at = (size_t)block * groups + g;
+            for (int n = 0; n < LANES; n++) {
+                int output = block * LANES + n, left = p.num_inputs - g * GROUP, size = left < GROUP ? left : GROUP;
+                float part[GROUP] = {0}, most = 0;
+                if (output < p.num_outputs)
+                    memcpy(part, p.weight + (size_t)output * p.num_inputs + g * GROUP, size * sizeof(float));
+                for (int i = 0; i < GROUP; i++) most = fabsf(part[i]) > most ? fabsf(part[i]) : most;
+                uint16_t scale = to_bfloat16(most / 127);
+                if (from_bfloat16(scale) * 127 < most) scale++; /* the next larger one: nothing is clipped */
+                p.scales[at * LANES + n] = scale;
+                float inverse = most > 1e-30f ? 1 / from_bfloat16(scale) : 0;
+                for (int i = 0; i < GROUP; i++) {
+                    float step = rintf(part[i] * inverse);
+                    step = step > 127 ? 127 : step < -127 ? -127 : step;
+                    p.weights[((at * QUADS + i / 4) * LANES + n) * 4 + i % 4] = (uint8_t)((int)step + 128);
+                }
+            }
+        }
+}
+
+/* Quantise and pack a weight for akv_int8_linear. */
+EXPORT void akv_int8_pack(const float *weight, int num_outputs, int num_inputs, uint8_t *weights, uint16_t *scales,
+                          int threads) {
+    Pack args = {weight, weights, scales, num_outputs, num_inputs};
+    share_rows(pack_blocks, &args, (num_outputs + LANES - 1) / LANES, (int64_t)num_outputs * num_inputs, threads);
+}
