@@ -63,19 +63,22 @@ def compile_kernel(
 
 
 def _innermost_loop(code: list[tuple[int, str, int | None]], matrix: str) -> Counter[str]:
-    """Opcodes of the shortest body of a backward branch, among those with the most matrix instructions.
+    """Opcodes of the loop with the most matrix instructions among those that hold no smaller loop with any.
 
     code: (address, opcode, branch target or None) in order of address.
     """
-    best: list[str] = []
-    rank = (0, 0)
+    loops = []
     for address, _, goal in code:
         if goal is not None and goal < address:
             body = [op for at, op, _ in code if goal <= at <= address]
-            count = sum(op.startswith(matrix) for op in body)
-            if count and (count, -len(body)) > rank:
-                best, rank = body, (count, -len(body))
-    return Counter(best)
+            if count := sum(op.startswith(matrix) for op in body):
+                loops.append((count, goal, address, body))
+    innermost = [
+        (count, body)
+        for count, begin, end, body in loops
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for _, b, e, _ in loops)
+    ]
+    return Counter(max(innermost, key=lambda loop: loop[0])[1]) if innermost else Counter()
 
 
 def _read_nvidia(built: Any) -> dict[str, Any]:
