@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -59,3 +63,21 @@ def serving_model(
             server.should_exit = True
             thread.join(timeout=30)
             assert not thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def akv_serve(*options: str) -> Iterator[tuple[str, int]]:
+    """The command itself, as a process: its address and process id."""
+    command = [sys.executable, "-m", "akv_server.cli", "serve", "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.match(r"serving +(http://\S+)/v1", line):
+                yield found[1], process.pid
+                break
+        else:
+            raise AssertionError("the server did not start")
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import pytest
 import akv_sdk
 from akv_server import loader
 from akv_server.loader import LoadedModel
-from tests.server import serving_model
+from tests.server import akv_serve, serving_model
 
 
 @pytest.fixture(scope="module")
@@ -85,24 +83,6 @@ def test_evicting_everything_between_turns_changes_no_answer(loaded):
 
         assert conversation(server.url, evict) == undisturbed
         assert server.engine.stats()["tokens_replayed"] > 0
-
-
-@contextmanager
-def akv_serve(*options: str) -> Iterator[tuple[str, int]]:
-    """The command itself, as a process: its address and process id."""
-    command = [sys.executable, "-m", "akv_server.cli", "serve", "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.match(r"serving +(http://\S+)/v1", line):
-                yield found[1], process.pid
-                break
-        else:
-            raise AssertionError("the server did not start")
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
