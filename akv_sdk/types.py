@@ -16,6 +16,7 @@ Span = tuple[Index, Index]
 Repos = bool | Literal["auto"]
 Mode = Literal["mask", "forget"]
 OnMiss = Literal["replay", "forget"]
+BlockKind = Literal["observation", "thinking", "tool_input"]
 
 
 class Wire(BaseModel):
@@ -107,15 +108,16 @@ class Mark(Marking):
 class Block(Reply):
     """A marked part of a message. `[start, end)` is its inside: the tags around it stay visible.
 
-    `visible`: any of it is. Besides marked observations, a server may name the model's reasoning (`thinking`) and the
-    arguments of a tool call (`tool_input`, with the call's id).
+    `visible`: any of it is. Besides marked observations (`id` is theirs), a server names the model's reasoning, between
+    `<think>` and `</think>` (`thinking-0`, …), and the arguments of a tool call (`input-0`, …, with the call's id),
+    between their braces; a chat template that does not write them as a JSON object has no such blocks.
     """
 
     id: str
     start: int
     end: int
     visible: bool
-    kind: Literal["observation", "thinking", "tool_input"] = "observation"
+    kind: BlockKind = "observation"
     tool_call_id: str | None = None
 
 

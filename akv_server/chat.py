@@ -32,8 +32,9 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+from pydantic import ValidationError
 
-from akv_sdk.types import Block, MessageSpan
+from akv_sdk.types import Block, BlockKind, Marking, MessageSpan
 from akv_server.errors import AkvError
 from akv_server.tokenizer import Tokenizer
 
@@ -41,6 +42,8 @@ Message = dict[str, Any]
 
 _TAG = re.compile(r'<ephemeral_observation\s+id="(?P<id>[^"\\<>\n]{1,200})"\s*>|</ephemeral_observation>')
 _TAG_IN_JSON = re.compile(_TAG.pattern.replace('"', r'\\"'))  # as a template writes it that makes JSON of content
+_THINK_OPENING, _THINK_CLOSING = "<think>", "</think>"
+_THOUGHT = re.compile(f"{_THINK_OPENING}(.*?){_THINK_CLOSING}", re.DOTALL)
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _CACHED_CHARS = 4_000_000
@@ -51,14 +54,15 @@ class Piece:
     """One message in tokens. All indexes count from the piece's own first token.
 
     `content` is the message's own text: tokens wholly inside it, so what the template wrote is never part of it.
-    `blocks` are `(id, start, end)`, tokens wholly between the tags of a marked observation.
+    `blocks` are tokens wholly between the tags of a marked observation or of reasoning, or between the braces of a tool
+    call's arguments; all are visible.
     """
 
     message: int
     role: str
     tokens: list[int]
     content: tuple[int, int]
-    blocks: tuple[tuple[str, int, int], ...] = ()
+    blocks: tuple[Block, ...] = ()
     tool_call_id: str | None = None
 
     def span(self, start: int) -> MessageSpan:
@@ -71,7 +75,7 @@ class Piece:
             content_start=start + self.content[0],
             content_end=start + self.content[1],
             tool_call_id=self.tool_call_id,
-            blocks=[Block(id=id_, start=start + a, end=start + b, visible=True) for id_, a, b in self.blocks],
+            blocks=[b.model_copy(update={"start": start + b.start, "end": start + b.end}) for b in self.blocks],
         )
 
 
@@ -184,16 +188,36 @@ class Chat:
 
         def make(i: int) -> Piece:
             tokens = self._tokenize(whole[starts[i] : starts[i + 1]], turns.escape, continues=starts[i] > 0)
-            low, high = (len(turns.restore(whole[starts[i] : at])) for at in contents[i])
-            text = turns.restore(whole[starts[i] : contents[i][1]])[low:]
+
+            def place(at: int) -> int:
+                return len(turns.restore(whole[starts[i] : at]))
+
+            (low, high), turn_start = map(place, contents[i]), place(turn_starts[i])
+            text = turns.restore(whole[starts[i] : contents[i][1]])
+            inputs = turns.inputs(whole).get(i, [])
+            if turns.roles[i] == "assistant":
+                stop = min([high, *(place(begin) for _, begin, _ in inputs)])
+                thoughts = _thoughts(text[turn_start:stop])
+            else:
+                thoughts = []
             return Piece(
                 message=i,
                 role=turns.given_roles[i],
                 tokens=tokens.ids.tolist(),
                 content=tokens.inside(low, high),
-                blocks=tuple(
-                    (id_, *tokens.inside(low + begin, low + stop))
-                    for id_, begin, stop in _blocks(text, turns.texts[i], turns.roles[i])
+                blocks=(
+                    *(
+                        tokens.block(id_, low + begin, low + stop)
+                        for id_, begin, stop in _blocks(text[low:], turns.texts[i], turns.roles[i])
+                    ),
+                    *(
+                        tokens.block(f"thinking-{n}", turn_start + begin, turn_start + stop, "thinking")
+                        for n, (begin, stop) in enumerate(thoughts)
+                    ),
+                    *(
+                        tokens.block(f"input-{n}", place(begin), place(stop), "tool_input", call_id)
+                        for n, (call_id, begin, stop) in enumerate(inputs)
+                    ),
                 ),
                 tool_call_id=messages[i].get("tool_call_id"),
             )
@@ -227,17 +251,17 @@ class Chat:
             text += piece
         text += decoder.finish()
         opening = len(rendered.generation)
-
-        def inside(begin: int, stop: int) -> tuple[int, int]:
-            low, high = tokens.inside(begin, stop)
-            return opening + low, opening + high
-
+        thoughts = _thoughts(text, is_open=rendered.text.rstrip().endswith(_THINK_OPENING))
+        blocks = [
+            *(tokens.block(id_, begin, stop) for id_, begin, stop in _blocks(text, text, "assistant")),
+            *(tokens.block(f"thinking-{n}", *inside, "thinking") for n, inside in enumerate(thoughts)),
+        ]
         return Piece(
             message=message,
             role="assistant",
             tokens=[*rendered.generation, *generated, *self.assistant_tail(generated)],
             content=(opening, opening + len(tokens.ids)),
-            blocks=tuple((id_, *inside(begin, stop)) for id_, begin, stop in _blocks(text, text, "assistant")),
+            blocks=tuple(b.model_copy(update={"start": opening + b.start, "end": opening + b.end}) for b in blocks),
         )
 
     @cached_property
@@ -345,6 +369,13 @@ class _Tokens:
         low = bisect_left(self.begins, begin)
         return low, max(low, bisect_right(self.ends, end))
 
+    def block(
+        self, name: str, begin: int, end: int, kind: BlockKind = "observation", tool_call_id: str | None = None
+    ) -> Block:
+        """The block of the characters `[begin, end)`."""
+        low, high = self.inside(begin, end)
+        return Block(id=name, start=low, end=high, visible=True, kind=kind, tool_call_id=tool_call_id)
+
 
 class _Turns:
     """One conversation, made ready for one template: checked, in the shape that the template knows, escaped.
@@ -362,6 +393,7 @@ class _Turns:
         self.roles: list[str] = []
         self.given_roles: list[str] = []
         self._extras: list[str] = []  # what we add behind a content, where the template has no words for it
+        self._calls: list[list[Message]] = []
         shaped = [self._shape(i, message) for i, message in enumerate(messages)]
         for i, tool in enumerate(tools or ()):
             if not isinstance(tool, dict):
@@ -374,6 +406,7 @@ class _Turns:
                 shaped.insert(0, {"role": "system"})
                 self.texts.insert(0, "")
                 self._extras.insert(0, _tools_text(tools))
+                self._calls.insert(0, [])
                 self._num_own = 1
         strings = list(chain(_strings(shaped, "messages"), _strings(list(tools or ()), "tools")))
         strings += [(f"messages[{i - self._num_own}].content", text) for i, text in enumerate(self.texts)]
@@ -391,7 +424,9 @@ class _Turns:
         for message, text, extra in zip(self._messages, self.texts, self._extras, strict=True):
             message["content"] = self._hide(text + extra)
         self._index_of = {id(message): i - self._num_own for i, message in enumerate(self._messages)}
+        self._own_texts = self.texts  # of all messages, ours included
         self.texts = self.texts[self._num_own :]
+        self._inputs: dict[int, list[tuple[str | None, int, int]]] | None = None
 
     def _shape(self, i: int, message: Message) -> Message:
         at = f"messages[{i}]"
@@ -410,15 +445,13 @@ class _Turns:
             if not isinstance(message.get(key), str | None):
                 raise _bad(f"{at}.{key}", f"a {key} is a string")
         calls = _calls(message, f"{at}.tool_calls")
-        shaped = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
+        _check_marking(message, at)
+        shaped = {key: value for key, value in message.items() if key not in _NOT_FOR_TEMPLATES}
         shaped["role"] = role
-        extra = ""
         if calls and chat.knows_calls:
             shaped["tool_calls"] = calls
-        elif calls:
-            lines = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
-            extra = "\n".join(([""] if text else []) + lines)
-        self._extras.append(extra)
+        self._calls.append(calls)
+        self._extras.append("" if chat.knows_calls else _calls_text(text, calls))
         return shaped
 
     def run(
@@ -428,9 +461,11 @@ class _Turns:
         num_messages: int | None = None,
         marked: bool = False,
         sentinels: bool = False,
+        messages: Sequence[Message] | None = None,
     ) -> str:
-        """The template's text, special tokens of the caller's hidden. Raises AkvError where the template fails."""
-        messages = self._messages
+        """The template's text, special tokens of the caller's hidden. Raises AkvError where the template fails.
+        `messages` stand in for those of the conversation."""
+        messages = self._messages if messages is None else messages
         if num_messages is not None:
             messages = messages[: self._num_own + num_messages]
         index_of = self._index_of
@@ -510,6 +545,50 @@ class _Turns:
                 begin = turn.rfind(text) if text else len(turn)
                 begin, end = (len(turn), len(turn)) if begin < 0 else (begin, begin + len(text))
             found.append((low + begin, low + max(begin, end)))
+        return found
+
+    def inputs(self, whole: str) -> dict[int, list[tuple[str | None, int, int]]]:
+        """By message, `(id, begin, end)` of each of its tool calls: where in `whole` the inside of its arguments lies.
+
+        Only those that the template writes as a JSON object; others have no place of their own in the text. Found by
+        letting it write the conversation with other arguments: what is the same in both surrounds them.
+        """
+        if self._inputs is None:
+            self._inputs = self._find_inputs(whole) if any(self._calls) else {}
+        return self._inputs
+
+    def _find_inputs(self, whole: str) -> dict[int, list[tuple[str | None, int, int]]]:
+        stand_ins: list[Message] = []
+        for i, (message, text, calls) in enumerate(zip(self._messages, self._own_texts, self._calls, strict=True)):
+            others = [
+                {**call, "function": {**call["function"], "arguments": {f"{self._sentinel}{i},{j}{self._sentinel}": 0}}}
+                if isinstance(call["function"]["arguments"], dict) and call["function"]["arguments"]
+                else call
+                for j, call in enumerate(_map(calls, self._hide))
+            ]
+            if not calls:
+                stand_ins.append(message)
+            elif self._chat.knows_calls:
+                stand_ins.append({**message, "tool_calls": others})
+            else:
+                stand_ins.append({**message, "content": self._hide(text) + _calls_text(text, others)})
+        try:
+            model = self.run(messages=stand_ins)
+        except AkvError:  # the template looks into the arguments
+            return {}
+        found: dict[int, list[tuple[str | None, int, int]]] = {}
+        at = past = 0  # how far both texts are the same, arguments aside
+        for match in re.finditer(f"{self._sentinel}([0-9]+),([0-9]+){self._sentinel}", model):
+            begin = model.rfind("{", past, match.start())
+            end = _end_of_object(model, begin)
+            around = model[past:begin]
+            here = at + len(around)
+            stop = _end_of_object(whole, here) if begin >= 0 and whole.startswith(around, at) else None
+            if end is None or stop is None:
+                break
+            i, call = int(match[1]) - self._num_own, self._calls[int(match[1])][int(match[2])]
+            found.setdefault(i, []).append((call.get("id"), here + 1, stop - 1))
+            at, past = stop, end
         return found
 
     def restore(self, escaped: str) -> str:
@@ -602,6 +681,14 @@ def _blocks(text: str, given: str, role: str) -> Iterator[tuple[str, int, int]]:
         yield tags[first]["id"], places[first].end(), places[last].start()
 
 
+def _thoughts(text: str, *, is_open: bool = False) -> list[tuple[int, int]]:
+    """`(begin, end)` of what stands between the tags of reasoning in an answer. `is_open`: the template opened one
+    before the text. One that was never closed, or says nothing, is none."""
+    before = _THINK_OPENING if is_open else ""
+    found = ((match.start(1), match.end(1)) for match in _THOUGHT.finditer(before + text) if match[1].strip())
+    return [(begin - len(before), end - len(before)) for begin, end in found]
+
+
 def _restore(escaped: str, escape: str, specials: list[str]) -> str:
     if escape not in escaped:
         return escaped
@@ -654,6 +741,32 @@ def _calls(message: Message, at: str) -> list[Message]:
     if not isinstance(calls, list):
         raise _bad(at, "tool_calls is a list")
     return [_call(call, f"{at}[{j}]") for j, call in enumerate(calls)]
+
+
+def _calls_text(text: str, calls: Sequence[Message]) -> str:
+    """What stands behind a content for a template that has no words for calls."""
+    lines = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return "\n".join(([""] if text and lines else []) + lines)
+
+
+def _end_of_object(text: str, begin: int) -> int | None:
+    """Where the JSON object that starts at `begin` ends."""
+    if not text.startswith("{", begin):
+        return None
+    try:
+        return _DECODER.raw_decode(text, begin)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _check_marking(message: Message, at: str) -> None:
+    """What a message says of itself to policies is held to the contract; the template never sees it."""
+    try:
+        Marking.model_validate(message.get("akv") or {})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
+        raise _bad(f"{at}.akv{path}", first["msg"]) from None
 
 
 def _call(call: Any, at: str) -> Message:
@@ -727,6 +840,8 @@ def _check_unicode(text: str, at: str) -> None:
 
 
 _MARKER = "_akv_turn"
+_DECODER = json.JSONDecoder()
+_NOT_FOR_TEMPLATES = frozenset({"content", "tool_calls", "akv", "tags", "is_demo"})
 _QUESTION: Message = {"role": "user", "content": "Q"}
 _ANSWER: Message = {"role": "assistant", "content": "A"}
 _CALLS = [{"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}]

@@ -111,5 +111,5 @@ def _placed(piece: Piece, start: int, identity: Hashable) -> Message:
         content_start=start + a,
         content_end=start + b,
         tool_call_id=piece.tool_call_id,
-        blocks=tuple(Block(id_, start + begin, start + end) for id_, begin, end in piece.blocks),
+        blocks=tuple(Block(b.id, start + b.start, start + b.end, b.kind, b.tool_call_id) for b in piece.blocks),
     )

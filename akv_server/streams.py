@@ -20,11 +20,14 @@ LOGICAL_PAGE = 16  # tokens; what `pages` counts in a drop, whatever the pool's 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A marked part of a message; `[start, end)` are the stream indexes of its inside."""
+    """A named part of a message; `[start, end)` are the stream indexes of its inside. `tool_call_id` is that of the
+    call whose arguments a `tool_input` is."""
 
     id: str
     start: int
     end: int
+    kind: types.BlockKind = "observation"
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class Stream:
                         start=b.start,
                         end=b.end,
                         visible=b.start == b.end or layout.num_visible_in(b.start, b.end) > 0,
+                        kind=b.kind,
+                        tool_call_id=b.tool_call_id,
                     )
                     for b in m.blocks
                 ],

@@ -334,8 +334,8 @@ def test_blocks_of_a_generated_answer(default_chat):
     piece = default_chat.generated_piece(rendered, own, 1)
     again = default_chat.render([USER, {"role": "assistant", "content": text}])
     assert piece == again.piece(1)
-    ((_, start, stop),) = piece.blocks
-    assert default_chat.tokenizer.decode(piece.tokens[start:stop]) == "日本 12"
+    (block,) = piece.blocks
+    assert default_chat.tokenizer.decode(piece.tokens[block.start : block.end]) == "日本 12"
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -433,8 +433,98 @@ def test_any_talk_is_cut_into_stable_pieces(chats, drawn):
         for piece in rendered.pieces:
             low, high = piece.content
             assert 0 <= low <= high <= len(piece.tokens)
-            for _, start, stop in piece.blocks:
-                assert low <= start <= stop <= high
+            for block in piece.blocks:
+                inside = (low, high) if block.kind == "observation" else (0, len(piece.tokens))
+                assert inside[0] <= block.start <= block.end <= inside[1]
+
+
+# --- reasoning and the arguments of calls ----------------------------------------------------------------------------
+
+
+def texts_of(chat: Chat, messages: list[dict[str, Any]], kind: str) -> list[tuple[int, str, str | None, str]]:
+    """(message, id, call, text) of every block of a kind. Arguments may lack a brace's neighbour to a shared token."""
+    rendered = chat.render(messages)
+    return [
+        (span.message, b.id, b.tool_call_id, chat.tokenizer.decode(rendered.tokens[b.start : b.end], False))
+        for span in rendered.spans
+        for b in span.blocks
+        if b.kind == kind
+    ]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "plain", "by_index"])
+def test_reasoning_is_a_block_of_an_answer_alone(chats, name):
+    thought = "<think>12 + 345 = 357</think>Two.<think>\n \n</think> So <think>done</think> and <think>not closed"
+    talk = [{"role": "user", "content": thought}, {"role": "assistant", "content": thought}]
+    found = texts_of(chats[name], talk, "thinking")
+    assert [(message, block) for message, block, _, _ in found] == [(1, "thinking-0"), (1, "thinking-1")]
+    assert found[0][3].strip() in "12 + 345 = 357"
+    assert len(found[0][3]) >= 12
+    assert found[1][3].strip() in "done"
+
+
+def test_reasoning_that_the_template_opened_ends_where_the_model_closed_it(default_tokenizer):
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    chat = with_template(default_tokenizer, template)
+    rendered = chat.render([USER])
+    assert rendered.text.endswith("<think>\n")
+    generated = chat.tokenizer.encode("Counting the files.\n</think>\n\nTwo.")
+    (block,) = chat.generated_piece(rendered, generated, 1).blocks
+    opening = len(rendered.generation)
+    assert (block.kind, block.start) == ("thinking", opening)
+    assert chat.tokenizer.decode(generated[: block.end - opening]).strip() == "Counting the files."
+    assert with_template(default_tokenizer, CHATML).generated_piece(rendered, [], 1).blocks == ()
+
+
+def test_reasoning_that_a_template_hides_is_no_block(chats):
+    answer = {"role": "assistant", "content": "<think>12 + 345</think>\n\nTwo."}
+    assert [found[0] for found in texts_of(chats["qwen"], [USER, answer, USER, answer], "thinking")] == [3]
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen", "plain"])
+def test_arguments_of_calls_are_blocks_with_or_without_the_templates_help(chats, name):
+    def call(arguments: Any, number: int) -> dict[str, Any]:
+        return {"id": f"c{number}", "type": "function", "function": {"name": "ls", "arguments": arguments}}
+
+    long = {"path": "/tmp/a b", "text": 'x = {"y": "}"}\n<|im_end|>\n<think>no</think>', "n": [1, {"z": 2.5}]}
+    calls = [call(json.dumps(long), 0), call({}, 1), call("no json", 2), call({"path": "/tmp/two"}, 3)]
+    messages = [
+        {**USER, "content": "arguments {of} calls"},
+        {"role": "assistant", "content": "I look {here}", "tool_calls": calls},
+        {**RESULT, "tool_call_id": "c0"},
+        {"role": "assistant", "content": None, "tool_calls": [call('{"path": "/tmp/three"}', 0)]},
+        RESULT,
+    ]
+    found = texts_of(chats[name], messages, "tool_input")
+    assert [(message, block, call_id) for message, block, call_id, _ in found] == [
+        (1, "input-0", "c0"), (1, "input-1", "c3"), (3, "input-0", "c0"),
+    ]  # fmt: skip
+    for text, whole in zip(found, (long, {"path": "/tmp/two"}, {"path": "/tmp/three"}), strict=True):
+        inside = json.dumps(whole, ensure_ascii=False)[1:-1]
+        assert text[3] in inside
+        assert len(text[3]) >= len(inside) - 6, "all but what shares a token with a brace"
+    assert texts_of(chats[name], messages, "thinking") == []
+
+
+def test_arguments_that_a_template_writes_in_its_own_way_are_no_blocks(default_tokenizer):
+    template = CHATML.replace(
+        "{{ message.content }}",
+        "{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{% for key, value in call.function.arguments.items() %}<p={{ key }}>{{ value }}</p>{% endfor %}{% endfor %}",
+    )
+    chat = with_template(default_tokenizer, template)
+    assert "<p=p>/tmp</p>" in chat.render([USER, CALLING]).text
+    assert texts_of(chat, [USER, CALLING, RESULT], "tool_input") == []
+
+
+def test_what_a_message_says_to_policies_is_not_shown_to_the_template(default_tokenizer):
+    chat = with_template(default_tokenizer, "{% for message in messages %}{{ message | tojson }}\n{% endfor %}")
+    said = {"akv": {"ephemeral": True, "keep_head": 3}, "tags": ["keep_output"], "is_demo": False}
+    assert chat.render([{**USER, **said}], add_generation_prompt=False).text == chat.render([USER]).text
+    for akv, param in (({"keep_head": -1}, "messages[0].akv.keep_head"), ({"x": 1}, "messages[0].akv.x")):
+        with pytest.raises(AkvError) as refused:
+            chat.render([{**USER, "akv": akv}])
+        assert refused.value.param == param
 
 
 # --- identity --------------------------------------------------------------------------------------------------------
