@@ -71,8 +71,9 @@ class Params(SessionParams, total=False):
 class Call(Generic[T]):
     """One request, ready to be sent. `parse` turns the body of a reply into a value and raises ValueError.
 
-    `is_repeatable` says that applying it twice comes to the same as once, so that it may be sent again when the reply
-    was lost: dropping a dropped token, or restoring a visible one, is a no-op; moving tokens by a delta is not.
+    `is_repeatable` says that sending it twice comes to the same as once, so that it may be sent again when the reply
+    was lost. Ops are so because they are `keyed`: every attempt carries the same Idempotency-Key, and the server
+    applies only the first that arrives.
     """
 
     method: str
@@ -80,6 +81,7 @@ class Call(Generic[T]):
     parse: Callable[[bytes], T]
     body: bytes | None = None
     is_repeatable: bool = True
+    keyed: bool = False
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -197,9 +199,8 @@ def drop(
     repos: types.Repos,
     mode: types.Mode,
 ) -> Call[types.LayoutReply]:
-    return _post(
+    return _op(
         "/v1/cache/drop",
-        types.LayoutReply,
         types.DropRequest,
         session=session,
         spans=spans,
@@ -213,21 +214,11 @@ def drop(
 def restore(
     session: str, *, spans: Iterable[Sequence[int]] | None, blocks: Iterable[str] | None, repos: types.Repos
 ) -> Call[types.LayoutReply]:
-    return _post(
-        "/v1/cache/restore",
-        types.LayoutReply,
-        types.RestoreRequest,
-        session=session,
-        spans=spans,
-        blocks=blocks,
-        repos=repos,
-    )
+    return _op("/v1/cache/restore", types.RestoreRequest, session=session, spans=spans, blocks=blocks, repos=repos)
 
 
 def repos(session: str, *, start: int, end: int | None, delta: int) -> Call[types.LayoutReply]:
-    fields = _fields(types.ReposRequest, "", session=session, start=start, end=end, delta=delta)
-    parse = types.LayoutReply.model_validate_json
-    return Call("POST", "/v1/cache/repos", parse, encode(fields), is_repeatable=False)
+    return _op("/v1/cache/repos", types.ReposRequest, session=session, start=start, end=end, delta=delta)
 
 
 def fork(session: str, *, name: str | None) -> Call[types.SessionInfo]:
@@ -264,6 +255,11 @@ M = TypeVar("M", bound=BaseModel)
 
 def _post(path: str, reply: type[M], request: type[BaseModel], /, **fields: Any) -> Call[M]:
     return Call("POST", path, reply.model_validate_json, encode(_fields(request, "", **fields)))
+
+
+def _op(path: str, request: type[BaseModel], /, **fields: Any) -> Call[types.LayoutReply]:
+    body = encode(_fields(request, "", **fields))
+    return Call("POST", path, types.LayoutReply.model_validate_json, body, keyed=True)
 
 
 def _fields(kind: type[BaseModel], prefix: str, /, **fields: Any) -> dict[str, Any]:

@@ -6,15 +6,16 @@ server in tests, an ASGI app, a proxy).
 
 All methods of both raise what `errors.py` draws. A call is sent again, with backoff, when it cannot have arrived, when
 it got no reply and may be repeated, and when the server put it off (429, 503, or `session_busy` with a Retry-After);
-never once a reply has begun. So a drop whose reply was lost may have been applied twice, which comes to the same as
-once: dropping a dropped token is a no-op. `repos`, `fork` and `delete_session` are not like that and are not repeated
-unless the connection was never made.
+never once a reply has begun. Each op goes out under an Idempotency-Key of its own, so that the server applies it once
+however often it arrives. `fork` and `delete_session` have none and are not repeated unless the connection was never
+made.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from random import Random
@@ -170,7 +171,7 @@ class Client:
     def health(self) -> bool:
         """Whether the server answers that it is up. Never raises and is never sent again: made for waiting loops."""
         try:
-            self._attempt(_wire.health()).close()
+            self._attempt(_wire.health(), {}).close()
         except AkvError:
             return False
         return True
@@ -240,10 +241,10 @@ class Client:
 
     def _open(self, call: Call[T]) -> httpx.Response:
         """A good reply whose body is still to be read, after as many attempts as it takes and is allowed."""
-        num_failures = 0
+        num_failures, headers = 0, _headers(call)
         while True:
             try:
-                return self._attempt(call)
+                return self._attempt(call, headers)
             except AkvError as error:
                 num_failures += 1
                 delay_s = _wire.retry_delay_s(
@@ -257,9 +258,9 @@ class Client:
                     raise
             time.sleep(delay_s)
 
-    def _attempt(self, call: Call[T]) -> httpx.Response:
+    def _attempt(self, call: Call[T], headers: dict[str, str]) -> httpx.Response:
         try:
-            response = self._http.send(_request(self._http, call), stream=True)
+            response = self._http.send(_request(self._http, call, headers), stream=True)
             if response.is_success:
                 return response
             try:
@@ -394,7 +395,7 @@ class AsyncClient:
 
     async def health(self) -> bool:
         try:
-            await (await self._attempt(_wire.health())).aclose()
+            await (await self._attempt(_wire.health(), {})).aclose()
         except AkvError:
             return False
         return True
@@ -453,10 +454,10 @@ class AsyncClient:
         return AsyncStream(self, call, on_end)
 
     async def _open(self, call: Call[T]) -> httpx.Response:
-        num_failures = 0
+        num_failures, headers = 0, _headers(call)
         while True:
             try:
-                return await self._attempt(call)
+                return await self._attempt(call, headers)
             except AkvError as error:
                 num_failures += 1
                 delay_s = _wire.retry_delay_s(
@@ -470,9 +471,9 @@ class AsyncClient:
                     raise
             await asyncio.sleep(delay_s)
 
-    async def _attempt(self, call: Call[T]) -> httpx.Response:
+    async def _attempt(self, call: Call[T], headers: dict[str, str]) -> httpx.Response:
         try:
-            response = await self._http.send(_request(self._http, call), stream=True)
+            response = await self._http.send(_request(self._http, call, headers), stream=True)
             if response.is_success:
                 return response
             try:
@@ -617,8 +618,13 @@ def _http_options(base_url: str, api_key: str | None, timeout_s: float) -> dict[
     }
 
 
-def _request(http: httpx.Client | httpx.AsyncClient, call: Call[T]) -> httpx.Request:
+def _headers(call: Call[T]) -> dict[str, str]:
+    """The headers of every attempt to send a call."""
     headers = {} if call.body is None else {"Content-Type": "application/json"}
+    return headers | {"Idempotency-Key": uuid.uuid4().hex} if call.keyed else headers
+
+
+def _request(http: httpx.Client | httpx.AsyncClient, call: Call[T], headers: dict[str, str]) -> httpx.Request:
     return http.build_request(call.method, call.path, content=call.body, headers=headers)
 
 

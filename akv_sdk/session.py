@@ -388,7 +388,8 @@ class Session(_Conversation):
         return self._edit(_wire.restore(self.name, spans=spans, blocks=blocks, repos=repos), is_by_index=blocks is None)
 
     def repos(self, start: int, end: int | None, delta: int) -> types.LayoutReply:
-        """Moves positions, see `Client.repos`. Not safe to call again when the reply was lost: look at `info` first."""
+        """Moves positions, see `Client.repos`. The client sends it again by itself where that is safe; after an error
+        that leaves open whether it arrived, look at `info` before you call it anew."""
         return self._edit(_wire.repos(self.name, start=start, end=end, delta=delta), is_by_index=True)
 
     def apply(self, policy: Policy, *, note: bool = False) -> types.LayoutReply | None:

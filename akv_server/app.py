@@ -65,23 +65,26 @@ def create_app(
 
     @app.post("/v1/cache/drop")
     async def drop(request: Request) -> Response:
-        return _json(await sessions.drop(_tenant(request), parse(types.DropRequest, await body(request))))
+        fields = parse(types.DropRequest, await body(request))
+        return _json(await sessions.drop(_tenant(request), fields, key=_idempotency_key(request)))
 
     @app.post("/v1/cache/restore")
     async def restore(request: Request) -> Response:
-        return _json(await sessions.restore(_tenant(request), parse(types.RestoreRequest, await body(request))))
+        fields = parse(types.RestoreRequest, await body(request))
+        return _json(await sessions.restore(_tenant(request), fields, key=_idempotency_key(request)))
 
     @app.post("/v1/cache/repos")
     async def repos(request: Request) -> Response:
-        return _json(await sessions.repos(_tenant(request), parse(types.ReposRequest, await body(request))))
+        fields = parse(types.ReposRequest, await body(request))
+        return _json(await sessions.repos(_tenant(request), fields, key=_idempotency_key(request)))
 
     @app.get("/v1/cache/sessions")
     async def list_sessions(request: Request) -> Response:
-        return _json(sessions.list(_tenant(request)))
+        return _json(await sessions.list(_tenant(request)))
 
     @app.get("/v1/cache/sessions/{name:path}")
     async def session_info(request: Request, name: str) -> Response:
-        return _json(sessions.info(_tenant(request), name))
+        return _json(await sessions.info(_tenant(request), name))
 
     @app.delete("/v1/cache/sessions/{name:path}")
     async def delete_session(request: Request, name: str) -> Response:
@@ -278,6 +281,14 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 def _tenant(request: Request) -> str:
     return str(request.scope["akv.tenant"])
+
+
+def _idempotency_key(request: Request) -> str | None:
+    """What names an op across attempts to send it. An empty header is none."""
+    key = request.headers.get("idempotency-key")
+    if key and len(key) > 200:
+        raise AkvError("invalid_request", "Idempotency-Key: at most 200 characters", param="Idempotency-Key")
+    return key or None
 
 
 def _request_id(given: bytes) -> bytes:

@@ -10,6 +10,7 @@ import ipaddress
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--pool-tokens", type=_positive, metavar="N", help="size of the cache (default: the window, memory allowing)")
     add("--max-running", type=_positive, default=64, metavar="N", help="requests at a time (default: %(default)s)")
+    add("--state", metavar="PATH", help="file that sessions are kept in, to outlive the server (default: in memory)")
+    add(
+        "--session-ttl",
+        type=_positive,
+        default=24 * 3600,
+        metavar="SECONDS",
+        help="a session that is idle for so long is forgotten (default: %(default)s, a day)",
+    )
+    add(
+        "--max-sessions",
+        type=_positive,
+        default=1000,
+        metavar="N",
+        help="beyond so many, the least recently used idle ones are forgotten (default: %(default)s)",
+    )
     commands.add_parser("demo", help="run the demo (akv demo --help)", add_help=False)
     return parser
 
@@ -75,17 +91,26 @@ def _serve(options: argparse.Namespace) -> int:
     except OSError as error:
         print(f"akv: cannot listen on {options.host} port {options.port}: {error.strerror or error}", file=sys.stderr)
         return 1
-    with listener:
+    with listener, ExitStack() as resources:
         import torch
 
         from akv_server import loader
+        from akv_server.journal import Journal
 
+        journal = resources.enter_context(closing(Journal(options.state))) if options.state else None
         device = "cuda" if torch.cuda.is_available() else "cpu"
         weights: Weights = options.weights or ("int8" if device == "cpu" else "bfloat16")
         print(f"loading  {options.model}", flush=True)
         loaded = loader.load(options.model, weights=weights, device=device)
         pool_tokens = options.pool_tokens or serving.default_pool_tokens(loaded, device)
-        with serving.running(loaded, pool_tokens=pool_tokens, max_running=options.max_running) as service:
+        with serving.running(
+            loaded,
+            pool_tokens=pool_tokens,
+            max_running=options.max_running,
+            journal=journal,
+            session_ttl_s=options.session_ttl,
+            max_sessions=options.max_sessions,
+        ) as service:
             where = f"{torch.get_num_threads()} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
             tenants = sorted({tenant for tenant, _ in options.api_key})
             print(f"model    {service.model}, weights {weights}, {where}")
@@ -93,6 +118,8 @@ def _serve(options: argparse.Namespace) -> int:
             print(
                 f"pool     {service.pool_tokens} tokens, {serving.pool_bytes(loaded, service.pool_tokens) / 1e6:.0f} MB"
             )
+            if options.state:
+                print(f"state    {options.state}, {len(service.sessions)} sessions")
             print(f"tenants  {', '.join(tenants) or 'none: no key needed, loopback only'}")
             print(f"serving  {serving.url(listener)}/v1 (Ctrl-C ends it)", flush=True)
             serving.serve(listener, service, options.api_key)

@@ -16,10 +16,11 @@ from akv_server import replies, streams
 from akv_server.chat import Chat
 from akv_server.errors import AkvError
 from akv_server.generation import Generation, Runs, Work
+from akv_server.journal import Journal
 from akv_server.model import ModelConfig
 from akv_server.prompts import ChatPrompt, Prompt, TextPrompt, render
 from akv_server.requests import ChatBody, CompletionBody
-from akv_server.sessions import Cache, Sessions, Turn
+from akv_server.sessions import DAY_S, MAX_SESSIONS, Cache, Sessions, Turn
 from akv_server.tokenizer import Tokenizer
 
 
@@ -42,7 +43,17 @@ class PoolSize(Protocol):
 class Completions:
     """The service around a running engine: everything the routes need. `window` is the model's number of positions."""
 
-    def __init__(self, engine: RunningEngine, tokenizer: Tokenizer, config: ModelConfig, *, pool: PoolSize) -> None:
+    def __init__(
+        self,
+        engine: RunningEngine,
+        tokenizer: Tokenizer,
+        config: ModelConfig,
+        *,
+        pool: PoolSize,
+        journal: Journal | None = None,
+        session_ttl_s: float = DAY_S,
+        max_sessions: int = MAX_SESSIONS,
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.model = config.name
@@ -50,7 +61,14 @@ class Completions:
         self.pool_tokens = pool.num_pages * pool.page_size
         self.chat = Chat(tokenizer)
         self._num_vocab = config.vocab_size
-        self.sessions = Sessions(engine, window=self.window, page_size=pool.page_size)
+        self.sessions = Sessions(
+            engine,
+            window=self.window,
+            page_size=pool.page_size,
+            journal=journal,
+            ttl_s=session_ttl_s,
+            max_sessions=max_sessions,
+        )
 
     def check_model(self, name: str | None) -> None:
         """Raises `model_not_found` unless `name` is the loaded model's id, "default", or left out."""
@@ -167,7 +185,7 @@ class Completion:
             outcome = self._generation.choices[0].outcome
             tokens = self._turn.stream.tokens
             prompt = replies.Echo(self._service.tokenizer, tokens, outcome)
-        akv = self._finish()
+        akv = await self._finish()
         bodies = [self._replies.choice(c, prompt, self._body.num_logprobs) for c in self._generation.choices]
         return self._replies.whole(bodies, self._usage(), akv)
 
@@ -192,20 +210,20 @@ class Completion:
                 if num_running:
                     yield build.chunk([last])
                     continue
-                akv = self._finish()
+                akv = await self._finish()
                 if body.stream_options and body.stream_options.include_usage:
                     yield build.chunk([last])
                     yield build.chunk([], usage=self._usage(), akv=akv)
                 else:
                     yield build.chunk([last], akv=akv)
 
-    def _finish(self) -> replies.Body:
-        """The session goes on with the first choice. Returns the `akv` object."""
+    async def _finish(self) -> replies.Body:
+        """The session goes on with the first choice, durably. Returns the `akv` object."""
         choice = self._generation.choices[0]
         outcomes = [c.outcome for c in self._generation.choices if c.outcome]
         turn = self._turn
         after = self._prompt.answered(turn.stream, choice.token_ids, choice.text)
-        self._service.sessions.keep_answer(turn, after)
+        await self._service.sessions.keep_answer(turn, after)
         layout = turn.stream.layout
         return types.AkvReply(
             session=turn.session.name if turn.session else None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,15 @@ class LoadedModel:
     config: ModelConfig
     model: Model
     tokenizer: Tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """Says whether two models are the same one, under whatever name and in whatever precision: from the shape, the
+        tokenizer, and the weights of the last norm, which any training moves."""
+        shape = {**asdict(self.config), "name": ""}
+        known = json.dumps([shape, self.tokenizer.spec], sort_keys=True).encode()
+        norm = self.model.last_norm.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+        return hashlib.sha256(known + norm).hexdigest()
 
 
 def load_model(

@@ -51,6 +51,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights that every token is multiplied with on its way through the layers."""
+        heads = 2 * (self.num_q_heads + self.num_kv_heads) * self.head_dim
+        return self.num_layers * self.hidden_size * (heads + 3 * self.intermediate_size)
+
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
@@ -214,8 +220,24 @@ class Model:
 
         self._embedding = keep(None, "model.embed_tokens.weight")  # [vocab, hidden]
         self._layers = [layer(number) for number in range(config.num_layers)]
-        self._norm = keep(None, "model.norm.weight")
+        self.last_norm = keep(None, "model.norm.weight")  # [hidden]
         self._head = linear(self._embedding if config.tie_embeddings else keep(None, "lm_head.weight"), None)
+
+    def fingerprint(self) -> bytes:
+        """32 bytes that another model, or the same in other precision, does not have: a digest of the config and of all
+        weights. A tensor counts by sum of (2 i + 1) w_i over its bits as integers, mod 2**64, which no change of one
+        weight leaves as it is."""
+        digest = hashlib.blake2b(repr((self.config, self.kv_dtype)).encode(), digest_size=32)
+        for tensor in (*_tensors_of(self._embedding), *_tensors_of(self._layers), *_tensors_of((self._norm, self._head))):
+            bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            bits = F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
+            total = 0
+            for begin in range(0, len(bits), 2**22):
+                part = bits[begin : begin + 2**22]
+                odd = torch.arange(begin, begin + len(part), device=part.device).mul_(2).add_(1)
+                total += int((part * odd).sum())
+            digest.update(repr((tuple(tensor.shape), total % 2**64)).encode())
+        return digest.digest()
 
     @torch.no_grad()
     def forward(
@@ -257,5 +279,18 @@ class Model:
             x = layer.down(backend.silu_mul(layer.gate_up(x)))
         assert residual is not None
         rows = step.logit_rows
-        x, _ = backend.rms_norm(x[rows], self._norm, eps, residual[rows])
+        x, _ = backend.rms_norm(x[rows], self.last_norm, eps, residual[rows])
         return self._head(x).float()
+
+
+def _tensors_of(part: Any) -> Iterator[Tensor]:
+    """All tensors that a part of a model is made of, in a fixed order."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, (list, tuple)):
+        for item in part:
+            yield from _tensors_of(item)
+    elif part is not None and not isinstance(part, (int, float, str)):
+        names = getattr(type(part), "__slots__", None) or vars(part)
+        for name in sorted(names):
+            yield from _tensors_of(getattr(part, name))

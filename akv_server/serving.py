@@ -15,7 +15,9 @@ import uvicorn
 from akv_server.app import create_app
 from akv_server.completions import Completions
 from akv_server.engine import Engine, EngineConfig
+from akv_server.journal import Journal
 from akv_server.loader import LoadedModel
+from akv_server.sessions import DAY_S, MAX_SESSIONS
 
 PAGE_SIZE = 16
 POOL_SHARE = 0.5  # of the memory that is free once the weights are loaded
@@ -48,13 +50,32 @@ def pool_bytes(loaded: LoadedModel, num_tokens: int) -> int:
 
 
 @contextmanager
-def running(loaded: LoadedModel, *, pool_tokens: int, max_running: int) -> Iterator[Completions]:
-    """The service around a started engine, which is stopped at the end."""
+def running(
+    loaded: LoadedModel,
+    *,
+    pool_tokens: int,
+    max_running: int,
+    journal: Journal | None = None,
+    session_ttl_s: float = DAY_S,
+    max_sessions: int = MAX_SESSIONS,
+) -> Iterator[Completions]:
+    """The service around a started engine, which is stopped at the end. Raises AkvError where the journal belongs to
+    another model."""
+    if journal is not None:
+        journal.bind(loaded.fingerprint, loaded.config.name)
     num_pages = -(-pool_tokens // PAGE_SIZE)
     engine = Engine(loaded.model, EngineConfig(num_pages, PAGE_SIZE, max_running=max_running))
     engine.start()
     try:
-        yield Completions(engine, loaded.tokenizer, loaded.config, pool=engine.config)
+        yield Completions(
+            engine,
+            loaded.tokenizer,
+            loaded.config,
+            pool=engine.config,
+            journal=journal,
+            session_ttl_s=session_ttl_s,
+            max_sessions=max_sessions,
+        )
     finally:
         engine.stop()
 

@@ -1,15 +1,18 @@
 """The sessions of all tenants: who owns which stream, who may change it when, and what a request makes of it.
 
-Owns names, tenants, waiting (an op on a session that generates holds from the end of that generation) and the journal
-of ops, which is kept in memory. Lives on one event loop. Knows no HTTP; what a stream *is* stands in `streams.py`.
+Owns names, tenants, waiting (an op on a session that generates holds from the end of that generation), expiry, and
+what is told to the journal when: nothing is acknowledged before it is durable there. Without a journal all of it is
+kept in memory alone. Lives on one event loop. Knows no HTTP; what a stream *is* stands in `streams.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -17,10 +20,14 @@ from typing import Protocol
 from akv_sdk import types
 from akv_server import streams
 from akv_server.errors import AkvError
+from akv_server.journal import Done, Journal, Saved
 from akv_server.ops import History, Op, Timeline
 from akv_server.streams import Continued, Edited, NamedSpan, Stream
 
 AUTO_CLOSES_ABOVE = 0.75  # repos: "auto" closes a gap once this part of the window's positions is used
+MAX_KEYS = 64  # idempotency keys that a session remembers at least: a reply that was lost is asked for soon
+DAY_S = 24 * 3600.0
+MAX_SESSIONS = 1000
 
 
 class Cache(Protocol):
@@ -31,7 +38,10 @@ class Cache(Protocol):
 
 @dataclass
 class Session:
-    """A tenant's named stream. `stream` is replaced as a whole, and only by who holds `lock`."""
+    """A tenant's named stream. `stream` is replaced as a whole, and only by who holds `lock`.
+
+    `done` are the op requests that had a key. Until `is_loaded`, the journal alone has what the session holds.
+    """
 
     tenant: str
     name: str
@@ -40,7 +50,19 @@ class Session:
     is_new: bool = True  # nothing was ever kept in it: it goes if its first request fails
     generating: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    last_used_s: float = field(default_factory=time.monotonic)
+    last_used_s: float = 0.0
+    done: tuple[Done, ...] = ()
+    is_loaded: bool = True
+    told: Saved | None = None  # what the journal was last told to write
+    write: Future[None] | None = None  # and whether it did
+
+    @property
+    def saved(self) -> Saved:
+        return Saved(self.salt, self.stream, self.done)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.generating or self.lock.locked()
 
 
 Prompt = Callable[[Stream], Continued]
@@ -60,13 +82,36 @@ class Turn:
 
 
 class Sessions:
-    """All sessions. `window` is the number of positions that the model has."""
+    """All sessions. `window` is the number of positions that the model has.
 
-    def __init__(self, cache: Cache, *, window: int, page_size: int) -> None:
+    One that is idle for `ttl_s` seconds goes, and so do the least recently used idle ones beyond `max_sessions`.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        window: int,
+        page_size: int,
+        journal: Journal | None = None,
+        ttl_s: float = DAY_S,
+        max_sessions: int = MAX_SESSIONS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_expired = 0
         self._cache = cache
         self._window = window
         self._page_size = page_size
-        self._sessions: dict[tuple[str, str], Session] = {}
+        self._journal = journal
+        self._ttl_s = ttl_s
+        self._max_sessions = max_sessions
+        self._clock = clock
+        self._sessions: dict[tuple[str, str], Session] = {}  # the least recently used first
+        for entry in journal.entries() if journal else ():
+            session = Session(entry.tenant, entry.name, "", is_new=False, is_loaded=False)
+            session.last_used_s = clock() - max(0.0, time.time() - entry.used_s)
+            self._sessions[entry.tenant, entry.name] = session
+        self.expire()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -90,21 +135,27 @@ class Sessions:
         if name is None:
             yield await self._prepared(None, Stream(), salt, prompt, ops, on_miss)
             return
+        self.expire()
         session = self._sessions.setdefault((tenant, name), Session(tenant, name, salt))
         if session.generating:
             message = "the session is generating; wait for its answer, fork it, or use another session"
             raise AkvError("session_busy", message, param="akv.session", retry_after_s=1)
         session.generating = True
+        self.expire()
         try:
             async with session.lock:
                 if self._sessions.setdefault((tenant, name), session) is not session:
                     raise AkvError("session_busy", "the session was just replaced; try again", retry_after_s=1)
+                await self._load(session)
                 yield await self._prepared(session, session.stream, salt, prompt, ops, on_miss)
         finally:
             session.generating = False
-            session.last_used_s = time.monotonic()
-            if session.is_new and self._sessions.get((tenant, name)) is session:
-                del self._sessions[tenant, name]
+            if self._sessions.get((tenant, name)) is session:
+                self._touch(session)
+                if session.is_new:
+                    self._remove(session)
+                else:  # whatever became of it: nobody was promised anything, so nobody waits
+                    self._tell(session)
 
     async def _prepared(
         self,
@@ -142,11 +193,13 @@ class Sessions:
         if turn.session and turn.before:
             turn.session.stream, turn.session.salt, turn.session.is_new = turn.before
 
-    def keep_answer(self, turn: Turn, stream: Stream) -> None:
-        """The session goes on with the answered prompt. All of it counts as computed: the engine computes the last
-        token, too, before it lets go."""
+    async def keep_answer(self, turn: Turn, stream: Stream) -> None:
+        """The session goes on with the answered prompt; returns once that is durable. All of it counts as computed: the
+        engine computes the last token, too, before it lets go."""
         turn.stream = replace(stream, num_known=len(stream.tokens))
         self.keep_prompt(turn)
+        if turn.session:
+            await self._durable(turn.session)
 
     def _forget_lost(self, stream: Stream, salt: str) -> tuple[Stream, list[str]]:
         """Turns drops into forgets where a replay would have to compute the dropped span again."""
@@ -181,9 +234,10 @@ class Sessions:
         spans = ", ".join(f"[{op.start}, {op.end})" for op in lost)
         return after, [f"on_miss: no longer cached and therefore forgotten, not masked: {spans}"]
 
-    # Ops: each waits for a generation under way, then changes the stream at its new end, or refuses.
+    # Ops: each waits for a generation under way, then changes the stream at its new end, or refuses. One that comes
+    # with a `key` again, because its reply was lost, is answered and not applied again.
 
-    async def drop(self, tenant: str, body: types.DropRequest) -> types.LayoutReply:
+    async def drop(self, tenant: str, body: types.DropRequest, *, key: str | None = None) -> types.LayoutReply:
         def edit(stream: Stream) -> Edited:
             if body.pages is not None:
                 spans = streams.spans_of_pages(stream, body.pages)
@@ -191,24 +245,45 @@ class Sessions:
                 spans = _spans(stream, body.spans, body.blocks)
             return streams.drop(stream, spans, repos=self._closes(stream, body.repos), forget=body.mode == "forget")
 
-        return await self._edit(tenant, body.session, edit)
+        return await self._edit(tenant, body, edit, key)
 
-    async def restore(self, tenant: str, body: types.RestoreRequest) -> types.LayoutReply:
+    async def restore(self, tenant: str, body: types.RestoreRequest, *, key: str | None = None) -> types.LayoutReply:
         def edit(stream: Stream) -> Edited:
             spans = _spans(stream, body.spans, body.blocks)
             return streams.restore(stream, spans, repos=self._opens(stream, body.repos, spans))
 
-        return await self._edit(tenant, body.session, edit)
+        return await self._edit(tenant, body, edit, key)
 
-    async def repos(self, tenant: str, body: types.ReposRequest) -> types.LayoutReply:
-        return await self._edit(
-            tenant, body.session, lambda stream: streams.reposition(stream, body.start, body.end, body.delta)
-        )
+    async def repos(self, tenant: str, body: types.ReposRequest, *, key: str | None = None) -> types.LayoutReply:
+        def edit(stream: Stream) -> Edited:
+            return streams.reposition(stream, body.start, body.end, body.delta)
 
-    async def _edit(self, tenant: str, name: str, edit: Callable[[Stream], Edited]) -> types.LayoutReply:
-        async with self._idle(tenant, name) as session:
+        return await self._edit(tenant, body, edit, key)
+
+    async def _edit(
+        self, tenant: str, body: OpRequest, edit: Callable[[Stream], Edited], key: str | None
+    ) -> types.LayoutReply:
+        async with self._idle(tenant, body.session) as session:
+            request = _request(body) if key is not None else ""
+            done = next((done for done in session.done if done.key == key), None)
+            if done is not None:
+                if done.request != request:
+                    message = "this Idempotency-Key was used for another request"
+                    raise AkvError("invalid_request", message, param="Idempotency-Key")
+                await self._durable(session)
+                return layout_reply(session.name, session.stream, done.changed, list(done.applied))
             edited = await asyncio.to_thread(edit, session.stream)  # thousands of spans take a while
+            before = session.stream, session.done
             self._replace(session, edited.stream)
+            if key is not None:
+                if len(session.done) >= 2 * MAX_KEYS:
+                    session.done = session.done[-MAX_KEYS:]
+                session.done += (Done(key, request, edited.changed, tuple(edited.applied)),)
+            try:
+                await self._durable(session)
+            except AkvError:
+                session.stream, session.done = before
+                raise
             return layout_reply(session.name, edited.stream, edited.changed, edited.applied)
 
     def _closes(self, stream: Stream, repos: types.Repos) -> bool:
@@ -226,24 +301,28 @@ class Sessions:
 
     # Looking, forking, deleting.
 
-    def info(self, tenant: str, name: str) -> types.SessionInfo:
-        session = self._get(tenant, name)
+    async def info(self, tenant: str, name: str) -> types.SessionInfo:
+        return await self._info(self._get(tenant, name))
+
+    async def _info(self, session: Session) -> types.SessionInfo:
+        await self._load(session)
         stream = session.stream
         resident, pages = self._cache.residency(session.salt, stream.tokens, stream.timeline.history)
         slots = pages * self._page_size
         return types.SessionInfo(
-            **dict(layout_reply(name, stream)),
+            **dict(layout_reply(session.name, stream)),
             spans=stream.spans(),
             resident_tokens=resident,
             pages=pages,
             fragmentation=max(0.0, 1 - resident / slots) if slots else 0.0,
             generating=session.generating,
-            idle_s=0.0 if session.generating else time.monotonic() - session.last_used_s,
+            idle_s=0.0 if session.generating else self._clock() - session.last_used_s,
         )
 
-    def list(self, tenant: str) -> types.SessionList:
-        names = [name for owner, name in self._sessions if owner == tenant]
-        return types.SessionList(data=[self.info(tenant, n) for n in names if not self._sessions[tenant, n].is_new])
+    async def list(self, tenant: str) -> types.SessionList:
+        self.expire()
+        found = [s for s in self._sessions.values() if s.tenant == tenant]
+        return types.SessionList(data=[await self._info(session) for session in found if not session.is_new])
 
     async def fork(self, tenant: str, name: str, copy: str | None) -> types.SessionInfo:
         """A second session with the same stream. Copies no page: what both have in common they share in the tree."""
@@ -252,16 +331,37 @@ class Sessions:
             if (tenant, copy) in self._sessions:
                 raise AkvError("invalid_request", f"a session {copy!r} exists already", param="session")
             forked = self._sessions[tenant, copy] = Session(tenant, copy, session.salt)
-            self._replace(forked, session.stream)
-        return self.info(tenant, copy)
+            async with forked.lock:
+                self._touch(forked)
+                self._replace(forked, session.stream)
+                self.expire()
+                try:
+                    await self._durable(forked)
+                except AkvError:
+                    self._remove(forked)
+                    raise
+        return await self._info(forked)
 
     async def delete(self, tenant: str, name: str) -> None:
         """Forgets the session. Its KV stays for whoever has the same history, until it is evicted."""
         async with self._idle(tenant, name) as session:
-            del self._sessions[tenant, name]
-            session.stream, session.is_new = Stream(), True  # whoever waits for it with a prompt starts afresh
+            await _done(self._remove(session))
+
+    def expire(self) -> None:
+        """Lets go of the sessions that were idle for too long, and of those beyond the limit."""
+        now, num_over = self._clock(), len(self._sessions) - self._max_sessions
+        gone: list[Session] = []
+        for session in self._sessions.values():
+            if len(gone) >= num_over and now - session.last_used_s <= self._ttl_s:
+                break
+            if not session.is_busy:
+                gone.append(session)
+        for session in gone:
+            self._remove(session)
+        self.num_expired += len(gone)
 
     def _get(self, tenant: str, name: str) -> Session:
+        self.expire()
         session = self._sessions.get((tenant, name))
         if session is None or session.is_new:
             raise AkvError("session_not_found", f"there is no session {name[:200]!r}", param="session")
@@ -274,12 +374,68 @@ class Sessions:
         async with session.lock:
             if self._get(tenant, name) is not session:  # deleted and made anew while this waited
                 raise AkvError("session_not_found", f"the session {name[:200]!r} was deleted", param="session")
-            session.last_used_s = time.monotonic()
+            await self._load(session)
+            self._touch(session)
             yield session
+
+    def _touch(self, session: Session) -> None:
+        session.last_used_s = self._clock()
+        key = session.tenant, session.name
+        self._sessions[key] = self._sessions.pop(key)
 
     def _replace(self, session: Session, stream: Stream) -> None:
         session.stream = stream
         session.is_new = False
+
+    def _remove(self, session: Session) -> Future[None] | None:
+        del self._sessions[session.tenant, session.name]
+        session.stream, session.is_new = Stream(), True  # whoever waits for it with a prompt starts afresh
+        session.done, session.told, session.is_loaded = (), None, True
+        return self._journal.delete(session.tenant, session.name) if self._journal else None
+
+    # The journal.
+
+    async def _load(self, session: Session) -> None:
+        """What the journal has of a session that was not asked for since start-up."""
+        if session.is_loaded:
+            return
+        assert self._journal is not None
+        found = await asyncio.wrap_future(self._journal.load(session.tenant, session.name))
+        if not session.is_loaded:  # or somebody else was quicker
+            session.salt, session.stream, session.done = found.salt, found.stream, found.done
+            session.told, session.is_loaded = session.saved, True
+
+    def _tell(self, session: Session) -> None:
+        """Has the journal write what the session holds, unless it was told already."""
+        if self._journal is None or not session.is_loaded:
+            return
+        has_failed = session.write is not None and session.write.done() and session.write.exception() is not None
+        if has_failed or session.told is None or not _is_same(session.told, session.saved):
+            session.told = session.saved
+            session.write = self._journal.save(session.tenant, session.name, session.told, time.time())
+
+    async def _durable(self, session: Session) -> None:
+        """Returns once all that the session holds is in the journal. Raises AkvError where it could not be written."""
+        self._tell(session)
+        await _done(session.write)
+
+
+OpRequest = types.DropRequest | types.RestoreRequest | types.ReposRequest
+
+
+def _request(body: OpRequest) -> str:
+    """What tells one op request from another."""
+    return hashlib.sha256(f"{type(body).__name__} {body.model_dump_json()}".encode()).hexdigest()
+
+
+async def _done(write: Future[None] | None) -> None:
+    """Waits for a write. It goes on if whoever waits is cancelled."""
+    if write is not None:
+        await asyncio.shield(asyncio.wrap_future(write))
+
+
+def _is_same(a: Saved, b: Saved) -> bool:
+    return a.stream is b.stream and a.salt == b.salt and a.done is b.done
 
 
 def layout_reply(name: str, stream: Stream, changed: int = 0, applied: list[Op] | None = None) -> types.LayoutReply:

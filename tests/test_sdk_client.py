@@ -238,14 +238,28 @@ def test_what_does_not_pass_is_not(connect, failure, error):
     assert len(server.requests) == 1
 
 
-def test_a_move_whose_reply_was_lost_is_not_made_twice(connect):
-    lost, never_sent = Script(httpx.ReadError("reset"), LAYOUT), Script(httpx.ConnectTimeout("slow"), LAYOUT)
+def test_an_op_whose_reply_was_lost_is_sent_again_under_its_key(connect):
+    server = Script(httpx.ReadError("reset"), httpx.ConnectTimeout("slow"), LAYOUT)
+    client = connect(transport=httpx.MockTransport(server))
+    for op in (
+        lambda: client.repos("s", 0, None, 3),
+        lambda: client.drop("s", spans=[(0, 1)]),
+        lambda: client.restore("s", spans=[(0, 1)]),
+    ):
+        assert op().session == "s"
+    keys = [request.headers["idempotency-key"] for request in server.requests]
+    assert len(keys) == 5
+    assert keys[0] == keys[1] == keys[2]
+    assert len(set(keys)) == 3
+
+
+def test_a_fork_whose_reply_was_lost_is_not_made_twice(connect):
+    lost = Script(httpx.ReadError("reset"), LAYOUT)
     with pytest.raises(akv_sdk.ConnectionFailed) as caught:
-        connect(transport=httpx.MockTransport(lost)).repos("s", 0, None, 3)
+        connect(transport=httpx.MockTransport(lost)).fork("s")
     assert caught.value.sent
     assert len(lost.requests) == 1
-    assert connect(transport=httpx.MockTransport(never_sent)).repos("s", 0, None, 3).session == "s"
-    assert len(never_sent.requests) == 2
+    assert "idempotency-key" not in lost.requests[0].headers
 
 
 def test_a_reply_that_breaks_off_is_not_asked_for_again(connect):

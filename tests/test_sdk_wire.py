@@ -232,7 +232,8 @@ def test_only_what_is_idempotent_is_repeatable():
         "chat": chat(),
         "stats": _wire.stats(),
     }
-    assert {name for name, call in calls.items() if not call.is_repeatable} == {"repos", "fork", "delete"}
+    assert {name for name, call in calls.items() if not call.is_repeatable} == {"fork", "delete"}
+    assert {name for name, call in calls.items() if call.keyed} == {"repos", "drop", "restore"}
 
 
 def test_a_good_status_with_a_body_of_another_api_is_a_bad_reply():

@@ -260,7 +260,7 @@ async def feed(sessions: Sessions, name: str | None, tokens: list[int], tenant: 
     """A turn that generates one token more; gives its warnings."""
     async with sessions.turn(tenant, name, lambda stream: continued(stream, tokens), **how) as turn:
         sessions.keep_prompt(turn)
-        sessions.keep_answer(turn, Stream([*turn.stream.tokens, 7], turn.stream.messages, turn.stream.timeline))
+        await sessions.keep_answer(turn, Stream([*turn.stream.tokens, 7], turn.stream.messages, turn.stream.timeline))
     return turn.warnings
 
 
@@ -276,12 +276,12 @@ def test_a_turn_continues_and_ops_hold_at_its_end() -> None:
         assert (reply.stream_tokens, reply.visible_tokens, reply.next_position, reply.changed) == (101, 81, 81, 20)
         assert reply.applied == reply.ops == [types.Op(op="drop", at=101, start=10, end=30, repos=True)]
         assert await feed(sessions, "s", [*range(100), 7, *range(50)]) == []
-        info = sessions.info("", "s")
+        info = await sessions.info("", "s")
         assert (info.stream_tokens, info.visible_tokens, info.generating) == (152, 132, False)
         (warning,) = await feed(sessions, "s", [*range(90), 5])
         assert "goes on from token 90" in warning
         assert "1 op " in warning
-        assert sessions.info("", "s").ops == []
+        assert (await sessions.info("", "s")).ops == []
 
     run(work())
 
@@ -297,9 +297,9 @@ def test_a_session_generates_once_at_a_time_and_ops_wait() -> None:
             waiting += [asyncio.create_task(sessions.drop("", drop([(45, 55)], repos=False)))]
             await asyncio.sleep(0.01)
             assert not any(task.done() for task in waiting)
-            assert sessions.info("", "s").generating
+            assert (await sessions.info("", "s")).generating
             await feed(sessions, "other", [1, 2])
-            sessions.keep_answer(turn, Stream(list(range(60))))
+            await sessions.keep_answer(turn, Stream(list(range(60))))
         replies = await asyncio.gather(*waiting)
         assert [op.at for op in replies[-1].ops] == [60, 60]
         assert replies[-1].visible_tokens == 40
@@ -320,13 +320,13 @@ def test_a_turn_that_fails_changes_nothing() -> None:
                 async with sessions.turn("", "new", prompt):
                     raise ZeroDivisionError
             with refused("session_not_found", "session"):
-                sessions.info("", "new")
+                await sessions.info("", "new")
         assert len(sessions) == 0
         await feed(sessions, "s", list(range(20)))
-        before = sessions.info("", "s")
+        before = await sessions.info("", "s")
         with refused("span_out_of_range", "akv.ops[0]"):
             await feed(sessions, "s", [1, 2, 3], ops=[types.Op(op="drop", at=20, start=0, end=1)])
-        assert sessions.info("", "s").model_copy(update={"idle_s": before.idle_s}) == before
+        assert (await sessions.info("", "s")).model_copy(update={"idle_s": before.idle_s}) == before
 
     run(work())
 
@@ -338,9 +338,9 @@ def test_a_clients_history_replaces_the_servers() -> None:
         await sessions.drop("", drop([(10, 30)]))
         ops = [types.Op(op="drop", at=60, start=0, end=50, repos=True)]
         assert await feed(sessions, "s", list(range(80)), ops=ops) == []
-        assert sessions.info("", "s").ops == ops
+        assert (await sessions.info("", "s")).ops == ops
         await feed(sessions, "s", [*range(80), 7, 1], ops=[])
-        assert sessions.info("", "s").ops == []
+        assert (await sessions.info("", "s")).ops == []
 
     run(work())
 
@@ -350,8 +350,8 @@ def test_tenants_see_nothing_of_one_another() -> None:
         sessions, _ = make()
         await feed(sessions, "s", [1, 2, 3], tenant="a")
         await feed(sessions, "s", [4, 5], tenant="b")
-        assert sessions.info("a", "s").stream_tokens == 4
-        assert [info.stream_tokens for info in sessions.list("b").data] == [3]
+        assert (await sessions.info("a", "s")).stream_tokens == 4
+        assert [info.stream_tokens for info in (await sessions.list("b")).data] == [3]
         for call in (sessions.drop("c", drop([(0, 1)])), sessions.delete("c", "s"), sessions.fork("c", "s", None)):
             with refused("session_not_found", "session"):
                 await call
@@ -367,7 +367,10 @@ def test_fork_and_delete() -> None:
         copy = await sessions.fork("", "s", "copy")
         assert (copy.session, copy.visible_tokens) == ("copy", 81)
         await sessions.drop("", drop([(40, 50)], session="copy"))
-        assert (sessions.info("", "s").visible_tokens, sessions.info("", "copy").visible_tokens) == (81, 71)
+        assert ((await sessions.info("", "s")).visible_tokens, (await sessions.info("", "copy")).visible_tokens) == (
+            81,
+            71,
+        )
         with refused("invalid_request", "session"):
             await sessions.fork("", "s", "copy")
         assert (await sessions.fork("", "s", None)).session != "s"
@@ -375,7 +378,7 @@ def test_fork_and_delete() -> None:
         with refused("session_not_found", "session"):
             await sessions.drop("", drop([(0, 1)]))
         await feed(sessions, "s", [1])
-        assert sessions.info("", "s").stream_tokens == 2
+        assert (await sessions.info("", "s")).stream_tokens == 2
 
     run(work())
 
@@ -406,7 +409,7 @@ def test_on_miss_forgets_only_what_a_replay_would_compute() -> None:
         (warning,) = await feed(sessions, "s", [*prompt, 7, 1], on_miss="forget")
         assert "[120, 150)" in warning
         assert "[10, 30)" not in warning
-        ops = sessions.info("", "s").ops
+        ops = (await sessions.info("", "s")).ops
         assert [(op.at, op.mode) for op in ops] == [(101, "mask"), (120, "forget")]
         cache.num_resident = 0
         assert await feed(sessions, "s", [*prompt, 7, 1, 7, 1]) == []
