@@ -60,18 +60,6 @@ class Op(Wire):
         return self
 
 
-class AkvRequest(Wire):
-    """The `akv` object in the body of a completion request (`extra_body` of the openai client).
-
-    `ops`, if given, is the stream's whole history and replaces what the server has; left out, the server's journal
-    holds. That way either side may lose its state.
-    """
-
-    session: str | None = Field(default=None, min_length=1, max_length=200)
-    ops: list[Op] | None = Field(default=None, max_length=100_000)
-    on_miss: OnMiss = "replay"
-
-
 class Marking(Wire):
     """What a caller says about a message: the `akv` object of a message, where a framework lets it through.
 
@@ -103,6 +91,20 @@ class Mark(Marking):
         if self.span is not None and (self.tool_call_id is not None or self.block is not None):
             raise ValueError("span: a span stands alone, without tool_call_id or block")
         return self
+
+
+class AkvRequest(Wire):
+    """The `akv` object in the body of a completion request (`extra_body` of the openai client).
+
+    `ops`, if given, is the stream's whole history and replaces what the server has; left out, the server's journal
+    holds. That way either side may lose its state. `marks` speak for this request alone: send those that shall hold
+    with each.
+    """
+
+    session: str | None = Field(default=None, min_length=1, max_length=200)
+    ops: list[Op] | None = Field(default=None, max_length=100_000)
+    on_miss: OnMiss = "replay"
+    marks: list[Mark] | None = Field(default=None, max_length=100_000)
 
 
 class Block(Reply):
@@ -320,7 +322,11 @@ class CacheStats(Reply):
     sessions: int
     running: int
     waiting: int
-    tokens_cached: int
+    tokens_cached: int  # those brought back from the host tier among them
+    tokens_loaded: int
+    tokens_stored: int
+    tier_blocks: int  # of page_size tokens
+    tier_damaged: int  # blocks that did not pass their checksum
     tokens_prefilled: int
     tokens_replayed: int
     tokens_generated: int

@@ -332,7 +332,15 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 def _prometheus(stats: dict[str, int], num_sessions: int) -> str:
     """The counters in Prometheus' text format. What only grows since start-up is a counter, the rest are gauges."""
-    counters = ("tokens_", "pages_copied", "pages_evicted", "preemptions", "steps", "attention_launches")
+    counters = (
+        "tokens_",
+        "pages_copied",
+        "pages_evicted",
+        "tier_damaged",
+        "preemptions",
+        "steps",
+        "attention_launches",
+    )
     lines = []
     for name, value in {**stats, "sessions": num_sessions}.items():
         is_counter = name.startswith(counters)

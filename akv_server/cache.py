@@ -15,18 +15,24 @@ So the tokens that must be computed are found backwards, phase by phase, from th
 For a plain continuation that is just the new tokens; for a stream whose KV was lost, all of it in the same phases; for
 one whose dropped span was evicted, nothing; for a restored span that is gone, the span alone. Tokens that nobody needs
 are never computed.
+
+What eviction takes may be kept in a *tier*: host memory or a file, behind a small interface. It keeps blocks, of
+`page_size` tokens aligned to the stream's index, under a key that says what the tree's key says: the salt and every
+symbol, token or op, up to the block's end. A token that a block brings back asks for nothing before it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from akv_server.errors import AkvError
-from akv_server.ops import FORGOTTEN, Layout, Timeline
+from akv_server.ops import FORGOTTEN, Layout, Signature, Timeline
 from akv_server.pool import Pool
 from akv_server.radix import Array, Edge, Match, RadixTree, fragmentation, shifts, visible_mask
 
@@ -34,16 +40,30 @@ CopyPage = Callable[[int, int, int], None]  # (source page, target page, number 
 Move = Callable[[Array, Array, Array], None]  # (source slots, target slots, what to turn each key by)
 
 
+class Tier(Protocol):
+    """Where blocks of evicted KV may be kept. It may lose any of them at any time."""
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether to bring a block back takes less time, as things stand, than to compute it."""
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+    def store(self, key: bytes, slots: Array, written: Array) -> None:
+        """Copies what is in the slots now, or does nothing. int32 [page_size] each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """A stretch `[start, end)` of indexes to run through the model under one layout. Where `resident`, its KV is there
-    and only the output of its last token is wanted."""
+    and only the output of its last token is wanted; where `loads`, the tier has it and nothing need be run."""
 
     start: int
     end: int
     layout: Layout
     phase: int
     resident: bool
+    loads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +79,21 @@ class Plan:
         Array  # int32 [num_tokens]: the last phase that reads the token, num_phases for "still visible at the end"
     )
     num_phases: int
-    num_computed: int  # tokens in `todo` whose KV is not there
+    num_computed: int  # tokens in `todo` whose KV is nowhere
     num_forgotten: int
+    num_loaded: int  # tokens in `todo` whose KV the tier has
+    keys: dict[int, bytes]  # of blocks that the tier has, by number
 
     @property
     def computed_indexes(self) -> Array:
         """int64 [num_computed], ascending."""
-        spans = [np.arange(s.start, s.end) for s in self.todo if not s.resident]
-        return np.concatenate(spans) if spans else np.empty(0, np.int64)
+        return span_indexes(self.todo)
+
+
+def span_indexes(spans: Iterable[Span]) -> Array:
+    """int64, ascending: the indexes of those tokens that have to be computed."""
+    found = [np.arange(s.start, s.end) for s in spans if not (s.resident or s.loads)]
+    return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +129,15 @@ class Compaction:
 class Cache:
     """Pages, the tree and the leases of one model."""
 
-    def __init__(self, num_pages: int, page_size: int, copy_page: CopyPage, *, compact_above: float = 1.0) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        copy_page: CopyPage,
+        *,
+        compact_above: float = 1.0,
+        tier: Tier | None = None,
+    ) -> None:
         self.pool = Pool(num_pages, page_size)
         self.tree = RadixTree(self.pool, compact_above)
         self.page_size = page_size
@@ -113,6 +148,9 @@ class Cache:
         self._sparse_leases: dict[Lease, None] = {}
         self._copy_page = copy_page
         self._leases: set[Lease] = set()
+        self._tier = tier
+        if tier is not None:
+            self.tree.on_loss = self._keep
 
     # Decide --------------------------------------------------------------------------------------------------------
 
@@ -153,17 +191,24 @@ class Cache:
             if not len(sources):
                 raise AkvError("invalid_request", "all tokens of the stream are forgotten", param="akv.ops")
             wanted[sources[-1]] = True
+        keys = self._in_tier(salt, tokens, timeline, resident)
+        loadable = np.zeros(n, bool)
+        for block in keys:
+            loadable[block * self.page_size : (block + 1) * self.page_size] = True
+        loadable &= ~(resident | forgotten | wanted)
+        missing = ~(resident | loadable)
         todo: list[Span] = []
         for phase in range(len(phases) - 1, -1, -1):
             start, end, layout = phases[phase]
-            run = wanted[start:end] | ((last_need[start:end] >= 0) & ~resident[start:end])
-            if not run.any():
-                continue
-            top = start + int(np.flatnonzero(run)[-1]) + 1
-            seen = visible_mask(layout.feed(top - layout.num_tokens), top)
-            last_need[:top][seen & (last_need[:top] < phase)] = phase
-            run = wanted[start:end] | ((last_need[start:end] >= 0) & ~resident[start:end])
-            todo += [Span(s, e, layout, phase, r) for s, e, r in reversed(_stretches(run, resident[start:end], start))]
+            run = wanted[start:end] | ((last_need[start:end] >= 0) & missing[start:end])
+            if run.any():
+                top = start + int(np.flatnonzero(run)[-1]) + 1
+                seen = visible_mask(layout.feed(top - layout.num_tokens), top)
+                last_need[:top][seen & (last_need[:top] < phase)] = phase
+            needed = last_need[start:end] >= 0
+            kind = np.where(wanted[start:end] | (needed & missing[start:end]), np.where(resident[start:end], 2, 1), 0)
+            kind[needed & loadable[start:end]] = 3
+            todo += [Span(s, e, layout, phase, k == 2, k == 3) for s, e, k in reversed(_stretches(kind, start))]
         todo.reverse()
         return Plan(
             salt,
@@ -173,9 +218,21 @@ class Cache:
             tuple(todo),
             last_need,
             len(phases),
-            sum(span.end - span.start for span in todo if not span.resident),
+            len(span_indexes(todo)),
             int(forgotten.sum()),
+            sum(span.end - span.start for span in todo if span.loads),
+            keys,
         )
+
+    def _in_tier(self, salt: str, tokens: Array, timeline: Timeline, resident: Array) -> dict[int, bytes]:
+        """Keys, by block number, of the blocks that are not all there and that the tier can bring back."""
+        size = self.page_size
+        lacking = np.unique(np.flatnonzero(~resident) // size).tolist()
+        if self._tier is None or not lacking or not self._tier.is_faster:
+            return {}
+        keys = block_keys(salt, tokens, [(p.at, p.signature) for p in timeline.points], size, lacking[0])
+        found = ((block, keys[block - lacking[0]]) for block in lacking if block < len(tokens) // size)
+        return {block: key for block, key in found if key in self._tier}
 
     def fits_alone(self, plan: Plan) -> bool:
         """Whether an otherwise empty pool could run the plan."""
@@ -188,7 +245,7 @@ class Cache:
         """Whether the plan's first tokens could be computed now, once what nobody runs on is evicted."""
         needed = self._pages_of(plan.match.slots[plan.last_need[: plan.match.length] >= 0])
         kept = sum(self.pool.edges[page] > 0 and not self.pool.leases[page] for page in needed)
-        new = -(-plan.num_computed // self.page_size) + 1
+        new = -(-(plan.num_computed + plan.num_loaded) // self.page_size) + 1
         return new <= self.pool.num_free + self.pool.num_evictable - kept
 
     @property
@@ -389,6 +446,35 @@ class Cache:
         """Frees every page that nobody runs on and returns how many."""
         return self.tree.evict(self.pool.num_pages)
 
+    def _keep(self, edge: Edge, start: int, end: int) -> None:
+        """Offers the tier those blocks that tokens `[start, end)` of the edge are part of, and that are all there."""
+        assert self._tier is not None
+        if start >= end or not self._tier.is_faster:
+            return
+        first, stop = start // self.page_size, -(-end // self.page_size)
+        self._keep_blocks(edge, first, min(stop, edge.end // self.page_size))
+        if stop * self.page_size > edge.end:
+            for below in self.tree.reaching(edge, stop * self.page_size - 1):
+                self._keep_blocks(below, stop - 1, stop)
+
+    def _keep_blocks(self, edge: Edge, first: int, stop: int) -> None:
+        if first >= stop:
+            return
+        assert self._tier is not None
+        size, path = self.page_size, self.tree.path(edge)
+        tokens, slots, written = (
+            np.concatenate([getattr(e, name) for e in path])[: stop * size] for name in ("tokens", "slots", "written")
+        )
+        absent = slots < 0
+        lost = absent & ~_forgotten_mask(edge.layout, stop * size)
+        keys = block_keys(edge.salt, tokens, [(e.start, e.ops) for e in path if e.ops], size, first)
+        for block, key in zip(range(first, stop), keys, strict=True):
+            inside = slice(block * size, (block + 1) * size)
+            there = slots[inside][~absent[inside]]
+            if len(there) and not lost[inside].any() and key not in self._tier:
+                # a forgotten token has no KV and needs none: another's stands in its place
+                self._tier.store(key, np.where(absent[inside], there[0], slots[inside]), written[inside])
+
     def _attach(self, lease: Lease, edge: Edge) -> None:
         if lease.edge is not edge:
             self._detach(lease)
@@ -430,9 +516,34 @@ def _forgotten_mask(layout: Layout, num_tokens: int) -> Array:
     return mask
 
 
-def _stretches(run: Array, resident: Array, start: int) -> list[tuple[int, int, bool]]:
-    """Maximal `(start, end, resident)` stretches of the set entries of `run`, of one residency each."""
-    kind = np.where(run, np.where(resident, 2, 1), 0)
+def _stretches(kind: Array, start: int) -> list[tuple[int, int, int]]:
+    """Maximal `(start, end, kind)` stretches of one kind each; those of kind 0 are left out."""
     cuts = np.flatnonzero(np.diff(kind)) + 1
     edges = [0, *cuts.tolist(), len(kind)]
-    return [(start + a, start + b, bool(kind[a] == 2)) for a, b in itertools.pairwise(edges) if kind[a]]
+    return [(start + a, start + b, int(kind[a])) for a, b in itertools.pairwise(edges) if kind[a]]
+
+
+def block_keys(
+    salt: str, tokens: Array, points: Sequence[tuple[int, Signature]], page_size: int, first: int
+) -> list[bytes]:
+    """Keys of the whole blocks from number `first` on: a hash of the salt and all symbols up to the block's end.
+
+    Args:
+        tokens: int32 [num_tokens].
+        points: stream lengths at which ops take effect, ascending, with their canonical signature.
+    """
+    name = salt.encode()
+    symbols = hashlib.blake2b(np.int64(len(name)).tobytes() + name, digest_size=32)
+    keys = []
+    at = num_points = 0
+    for end in range((first + 1) * page_size, len(tokens) + 1, page_size):
+        while num_points < len(points) and points[num_points][0] < end:
+            point, signature = points[num_points]
+            symbols.update(tokens[at:point].tobytes())
+            symbols.update(np.int32(-len(signature)).tobytes())  # below zero: no token
+            symbols.update(np.array(signature, np.int64).tobytes())
+            at, num_points = point, num_points + 1
+        symbols.update(tokens[at:end].tobytes())
+        keys.append(symbols.copy().digest())
+        at = end
+    return keys

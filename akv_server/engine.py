@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,18 +23,23 @@ from akv_server.errors import AkvError
 from akv_server.kv import KV
 from akv_server.model import Model, StepInput
 from akv_server.ops import History, Timeline
-from akv_server.radix import visible_mask
+from akv_server.radix import Array, visible_mask
 from akv_server.sampler import logprobs, sample
-from akv_server.scheduler import GeneratedToken, Request, Running, Scheduler, Score, Step
+from akv_server.scheduler import GeneratedToken, Request, Running, Scheduler, Score, State, Step
+from akv_server.tier import File, Memory, Storage, Tier
 
 log = logging.getLogger("akv")
+
+_STOP_S = 10  # for KV to reach the file when the engine stops
+_STOP_PAGES = 8  # at a time
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes of an engine. `max_step_tokens` bounds a step's prefill; while others decode it takes a quarter of that.
     A history whose fragmentation exceeds `compact_above` is compacted, `compact_tokens_per_step` tokens between two
-    steps (0: never)."""
+    steps (0: never). Evicted KV is kept in a file (`disk_path`, up to `disk_bytes`), or else in up to `host_bytes` of
+    host memory (0: it is lost), and `load_tokens_per_step` tokens of it brought back before a step."""
 
     num_pages: int
     page_size: int = 16
@@ -40,20 +47,34 @@ class EngineConfig:
     max_running: int = 64
     compact_above: float = 0.4
     compact_tokens_per_step: int = 256
+    disk_path: Path | None = None
+    disk_bytes: int = 0
+    host_bytes: int = 0
+    load_tokens_per_step: int = 256
 
 
 class Engine:
     """Runs requests on one model. `start()` makes a thread that does so; without it, `step()` does one step."""
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
+        """Raises AkvError `invalid_request` where the file for evicted KV cannot be used."""
         assert config.compact_tokens_per_step == 0 or config.compact_tokens_per_step >= 2 * config.page_size
+        assert config.load_tokens_per_step >= config.page_size
         self.model = model
         self.config = config
         self.kv = KV(model, config.num_pages, config.page_size)
-        self.cache = Cache(config.num_pages, config.page_size, self.kv.copy_page, compact_above=config.compact_above)
+        self.tier = self._make_tier()
+        self.cache = Cache(
+            config.num_pages,
+            config.page_size,
+            self.kv.copy_page,
+            compact_above=config.compact_above,
+            tier=self.tier,
+        )
         self.scheduler = Scheduler(
             self.cache,
             max_step_tokens=config.max_step_tokens,
+            max_loaded_tokens=config.load_tokens_per_step,
             max_running=config.max_running,
             max_positions=model.config.max_positions,
         )
@@ -62,6 +83,19 @@ class Engine:
         self._work = threading.Condition(self._lock)
         self._stopping = False
         self._thread: threading.Thread | None = None
+
+    def _make_tier(self) -> Tier | None:
+        config, kv = self.config, self.kv
+        if config.disk_path is not None:
+            model = self.model.fingerprint()
+            storage: Storage = File(config.disk_path, config.disk_bytes, kv, config.page_size, model)
+        elif config.host_bytes:
+            storage = Memory(config.host_bytes, kv.block_bytes(config.page_size))
+        else:
+            return None
+        flops_per_s = 5e10 if self.model.device.type == "cpu" else 1e14  # a guess, until it is measured
+        prefill_per_s = flops_per_s / (2 * self.model.config.num_layer_weights)
+        return Tier(kv, storage, config.page_size, prefill_per_s=prefill_per_s)
 
     # Any thread ----------------------------------------------------------------------------------------------------
 
@@ -73,7 +107,8 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step it is in. Requests on the way end with "abort"."""
+        """Ends the thread after the step it is in, for good. Requests on the way end with "abort"; KV that is in the
+        pool goes to the file, where there is one."""
         with self._work:
             self._stopping = True
             self._work.notify()
@@ -83,6 +118,11 @@ class Engine:
         with self._lock:
             for request in [r.request for r in self.scheduler.running] + [e[0] for e in self.scheduler.waiting]:
                 self.scheduler.abort(request.request_id)
+            if self.tier is not None:
+                deadline = time.monotonic() + _STOP_S
+                while self.config.disk_path and time.monotonic() < deadline and self.cache.tree.evict(_STOP_PAGES):
+                    self.tier.storage.flush()
+                self.tier.storage.close()
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises AkvError at once where it can never run: `context_length_exceeded`,
@@ -131,6 +171,10 @@ class Engine:
                 "running": len(scheduler.running),
                 "waiting": len(scheduler.waiting),
                 "tokens_cached": scheduler.tokens_cached,
+                "tokens_loaded": scheduler.tokens_loaded,
+                "tokens_stored": self.tier.num_stored if self.tier else 0,
+                "tier_blocks": len(self.tier.storage) if self.tier else 0,
+                "tier_damaged": self.tier.storage.num_damaged if self.tier else 0,
                 "tokens_prefilled": scheduler.tokens_prefilled,
                 "tokens_replayed": scheduler.tokens_replayed,
                 "tokens_generated": scheduler.tokens_generated,
@@ -184,23 +228,31 @@ class Engine:
         if step is None:
             return False
         try:
-            sampled, scores = self._run(step)
+            loaded = self._load(step)
+            sampled, scores = self._run(step) if step.chunks else ({}, {})
         except Exception:
             log.exception("a step of %d rows failed", len(step.token_ids))
             with self._lock:
-                for running in dict.fromkeys(chunk.running for chunk in step.chunks):
+                inside = [load.running for load in step.loads] + [chunk.running for chunk in step.chunks]
+                for running in dict.fromkeys(inside):
                     if running in self.scheduler.running:
                         self.scheduler.fail(running, AkvError("internal_error", "the model failed on this step"))
             return True
-        self.num_steps += 1
+        self.num_steps += bool(step.chunks)
         with self._lock:
-            self.scheduler.commit(step, sampled, scores)
+            self.scheduler.commit(step, loaded, sampled, scores)
             self._compact()
         return True
+
+    def _load(self, step: Step) -> list[Array]:
+        skip = [load.start % self.config.page_size for load in step.loads]
+        assert self.tier is not None or not step.loads
+        return [self.tier.load(load.keys, s, load.slots) for load, s in zip(step.loads, skip, strict=True)]  # type: ignore[union-attr]
 
     @torch.inference_mode()
     def _run(self, step: Step) -> tuple[dict[Running, GeneratedToken], dict[int, Score]]:
         device = self.model.device
+        begun = time.perf_counter()
         sequences = [SequencePlan(range(c.start, c.end), c.pages, c.segments) for c in step.chunks]  # type: ignore[arg-type]
         logits = self.model.forward(
             StepInput(
@@ -213,7 +265,17 @@ class Engine:
             self.kv.k_pages,
             self.kv.v_pages,
         )
-        return self._sample(step, logits), self._score(step, logits)
+        results = self._sample(step, logits), self._score(step, logits)
+        self._time_prefill(step, begun)
+        return results
+
+    def _time_prefill(self, step: Step, begun: float) -> None:
+        """Tells the tier how fast prefill is: by steps of nothing else, and not by small ones, which take as long."""
+        num_rows = len(step.token_ids)
+        is_prefill = all(chunk.running.state is State.PREFILLING for chunk in step.chunks)
+        if self.tier is not None and is_prefill and num_rows >= self.config.max_step_tokens // 4:
+            self.kv.synchronize()
+            self.tier.saw_prefill(num_rows, time.perf_counter() - begun)
 
     def _sample(self, step: Step, logits: Tensor) -> dict[Running, GeneratedToken]:
         place = {row: i for i, row in enumerate(step.logit_rows)}

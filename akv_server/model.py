@@ -7,8 +7,9 @@ and what a row sees come in with each step, and the kernels come in as a backend
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -228,7 +229,7 @@ class Model:
         weights. A tensor counts by sum of (2 i + 1) w_i over its bits as integers, mod 2**64, which no change of one
         weight leaves as it is."""
         digest = hashlib.blake2b(repr((self.config, self.kv_dtype)).encode(), digest_size=32)
-        for tensor in (*_tensors_of(self._embedding), *_tensors_of(self._layers), *_tensors_of((self._norm, self._head))):
+        for tensor in _tensors_of([self._embedding, self._layers, self.last_norm, self._head]):
             bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
             bits = F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
             total = 0

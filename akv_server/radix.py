@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,6 +41,7 @@ class Edge:
         "ops",
         "pages",
         "parent",
+        "salt",
         "seen",
         "slots",
         "start",
@@ -48,8 +49,9 @@ class Edge:
         "written",
     )
 
-    def __init__(self, parent: Edge | None, start: int, ops: Signature, layout: Layout) -> None:
+    def __init__(self, parent: Edge | None, start: int, ops: Signature, layout: Layout, salt: str) -> None:
         self.parent = parent
+        self.salt = salt
         self.start = start  # stream index of its first token
         self.ops = ops
         self.layout = layout  # in force for its tokens
@@ -93,6 +95,8 @@ class RadixTree:
         self.num_edges = 0
         self.num_evicted_pages = 0
         self.sparse: dict[Edge, None] = {}  # leaves that see little of the pages they keep
+        # Told, before it happens, that eviction takes the KV of the edge's tokens with index [start, end).
+        self.on_loss: Callable[[Edge, int, int], None] = lambda edge, start, end: None
         self._roots: dict[str, Edge] = {}
         self._holders: dict[int, set[Edge]] = {}  # page -> edges that hold it
         self._leaves: list[tuple[int, int, Edge]] = []  # heap by last use; stale entries are skipped
@@ -209,6 +213,16 @@ class RadixTree:
                 leaves.append(edge)
         return leaves
 
+    def reaching(self, edge: Edge, index: int) -> Iterator[Edge]:
+        """The edges, at `edge` or below, that hold a token with this index (which is no less than its start)."""
+        stack = [edge]
+        while stack:
+            edge = stack.pop()
+            if edge.end > index:
+                yield edge
+            else:
+                stack.extend(edge.children.values())
+
     @contextmanager
     def refreshing(self, leaf: Edge) -> Iterator[None]:
         """While the block runs, the leaf sees nothing; after it, what its slots then say."""
@@ -248,7 +262,7 @@ class RadixTree:
 
     def _root(self, salt: str) -> Edge:
         if salt not in self._roots:
-            self._roots[salt] = Edge(None, 0, (), Layout())
+            self._roots[salt] = Edge(None, 0, (), Layout(), salt)
         return self._roots[salt]
 
     def _extend(self, last: Edge, timeline: Timeline, tokens: Array, slots: Array, written: Array) -> Edge:
@@ -257,7 +271,7 @@ class RadixTree:
         edge = last
         if last.parent is None or last.children or ops:
             self._unsee(last)  # it is no leaf any more
-            edge = Edge(last, last.end, ops, timeline.layout_at(last.end))
+            edge = Edge(last, last.end, ops, timeline.layout_at(last.end), last.salt)
             self.num_edges += 1
         edge.tokens = np.concatenate([edge.tokens, tokens])
         edge.slots = np.concatenate([edge.slots, slots])
@@ -271,7 +285,7 @@ class RadixTree:
         """Cuts an edge in two and returns the new upper half; pages under the cut are shared by reference."""
         parent = lower.parent
         assert parent is not None and 0 < at < len(lower.tokens)
-        upper = Edge(parent, lower.start, lower.ops, lower.layout)
+        upper = Edge(parent, lower.start, lower.ops, lower.layout, lower.salt)
         upper.tokens, lower.tokens = lower.tokens[:at], lower.tokens[at:]
         upper.slots, lower.slots = lower.slots[:at].copy(), lower.slots[at:].copy()
         upper.written, lower.written = lower.written[:at].copy(), lower.written[at:].copy()
@@ -353,8 +367,12 @@ class RadixTree:
 
     def _punch(self, page: int) -> None:
         """Lets go of a dead page: its tokens become holes."""
-        for edge in list(self._holders[page]):
-            edge.slots[edge.slots // self.pool.page_size == page] = -1
+        inside = {edge: edge.slots // self.pool.page_size == page for edge in self._holders[page]}
+        for edge, lost in inside.items():
+            offsets = np.flatnonzero(lost)
+            self.on_loss(edge, edge.start + int(offsets[0]), edge.start + int(offsets[-1]) + 1)
+        for edge, lost in inside.items():
+            edge.slots[lost] = -1
             edge.pages.remove(page)
             self._let_go(edge, page)
 
@@ -372,6 +390,7 @@ class RadixTree:
             gained += page >= 0 and self.pool.edges[page] == 1 and not self.pool.leases[page]
         while cut > 0 and page_of[cut - 1] < 0:
             cut -= 1  # holes at the end are worth nothing
+        self.on_loss(leaf, leaf.start + cut, leaf.end)
         leaf.tokens, leaf.slots, leaf.written = leaf.tokens[:cut], leaf.slots[:cut].copy(), leaf.written[:cut].copy()
         self._repage(leaf)
         if cut:

@@ -18,13 +18,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from akv_server.cache import Cache, Lease, Plan, Span
+from akv_server.cache import Cache, Lease, Plan, Span, span_indexes
 from akv_server.errors import AkvError
 from akv_server.ops import FORGOTTEN, History, Layout, Timeline, common_prefix
 from akv_server.radix import Array, visible_mask
@@ -154,6 +154,7 @@ class Running:
     state: State = State.PREFILLING
     view: View | None = None
     carried: object = None  # the sampler's state, the engine's to keep
+    is_counted: bool = True  # its outcome says how its prompt came to be there; not when that was told before
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +172,23 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One forward pass, in plain integers. Valid until it is committed; nothing else may be scheduled meanwhile."""
+class Load:
+    """Tokens `[start, end)` of one sequence that the tier has, and where they go."""
 
+    running: Running
+    lease: Lease
+    start: int
+    end: int
+    slots: Array  # int32 [end - start]
+    keys: list[bytes]  # of the blocks that they lie in
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Loads, then one forward pass (none where there are no chunks), in plain integers. Valid until it is committed;
+    nothing else may be scheduled meanwhile."""
+
+    loads: list[Load]
     chunks: list[Chunk]
     token_ids: Array  # int64 [num_rows]
     positions: Array  # int64 [num_rows]
@@ -184,15 +199,19 @@ class Step:
 class Scheduler:
     """Requests on the way and the cache they share. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, cache: Cache, *, max_step_tokens: int, max_running: int, max_positions: int) -> None:
+    def __init__(
+        self, cache: Cache, *, max_step_tokens: int, max_loaded_tokens: int, max_running: int, max_positions: int
+    ) -> None:
         self.cache = cache
         self.max_step_tokens = max_step_tokens
+        self.max_loaded_tokens = max_loaded_tokens  # in a step
         self.max_running = max_running
         self.max_positions = max_positions
         self.waiting: deque[tuple[Request, Array, Timeline, Outcome | None, object]] = deque()
         self.running: list[Running] = []
         self.num_preemptions = 0
         self.tokens_cached = 0
+        self.tokens_loaded = 0
         self.tokens_prefilled = 0
         self.tokens_replayed = 0
         self.tokens_generated = 0
@@ -286,7 +305,8 @@ class Scheduler:
                 if self._reserve(running, span, n - 1, n, parts):
                     parts.append((running, span, n - 1, n))
         budget = self.max_step_tokens // 4 if parts else self.max_step_tokens
-        prefilling = [r for r in self.running if r.state is State.PREFILLING]
+        self._load(parts)
+        prefilling = [r for r in self.running if r.state is State.PREFILLING and not r.todo[0].loads]
         if any(r.request.num_prompt_logprobs is not None for r in prefilling):
             budget = min(budget, _SCORED_ROWS)
         prefilling.sort(key=lambda r: (sum(s.end - s.start for s in r.todo), r.order))
@@ -297,12 +317,26 @@ class Scheduler:
                 break
         return self._step(parts) if parts else None
 
+    def _load(self, parts: list[tuple[Running, Span, int, int]]) -> None:
+        """Puts what the tier has, and the sequences that prefill need next, into the step: whole blocks, so that none
+        is read twice. What they compute waits for a later step, since it is read under the shifts that come with it."""
+        left, size = self.max_loaded_tokens, self.cache.page_size
+        for running in [r for r in self.running if r.state is State.PREFILLING]:
+            for span in list(running.todo) if running in self.running else ():
+                end = min(span.end, (span.start + left) // size * size)
+                if not span.loads or end <= span.start or not self._reserve(running, span, span.start, end, parts):
+                    break
+                parts.append((running, span, span.start, end))
+                left -= end - span.start
+                if end < span.end:
+                    break
+
     def _prefill(self, running: Running, share: int, parts: list[tuple[Running, Span, int, int]]) -> int:
         """Puts up to `share` tokens of a sequence's spans into the step; several phases of it may run together, since
         every layer writes all of the step's keys before any row reads them. Returns the tokens put in."""
         used = 0
         for span in list(running.todo):
-            if used >= share:
+            if used >= share or span.loads:
                 break
             start, end = span.start, min(span.end, span.start + share - used)
             if not span.resident and not self._reserve(running, span, start, end, parts):
@@ -340,8 +374,14 @@ class Scheduler:
         write_slots: list[Array] = []
         logit_rows: list[int] = []
         row = 0
+        loads: list[Load] = []
         for running, span, start, end in parts:
             lease = running.lease
+            if span.loads:
+                blocks = range(start // self.cache.page_size, -(-end // self.cache.page_size))
+                keys = [running.plan.keys[block] for block in blocks]
+                loads.append(Load(running, lease, start, end, lease.slots[start:end].copy(), keys))
+                continue
             shift = shift_at(span.layout, start)
             view = running.view
             if view is None or (view.phase, view.version, view.end) != (span.phase, lease.version, start):
@@ -362,11 +402,13 @@ class Scheduler:
             elif samples:
                 logit_rows.append(row + end - start - 1)
             row += end - start
+        empty = [np.empty(0, np.int64)]
         return Step(
+            loads,
             chunks,
-            np.concatenate(token_ids).astype(np.int64),
-            np.concatenate(positions).astype(np.int64),
-            np.concatenate(write_slots).astype(np.int64),
+            np.concatenate(token_ids or empty).astype(np.int64),
+            np.concatenate(positions or empty).astype(np.int64),
+            np.concatenate(write_slots or empty).astype(np.int64),
             logit_rows,
         )
 
@@ -377,10 +419,7 @@ class Scheduler:
             if len(self.running) >= self.max_running:
                 return
             request, ids, timeline, outcome, carried = entry
-            outputs = "none" if not request.max_tokens else "last"
-            if request.num_prompt_logprobs is not None:
-                outputs = "all"
-            plan = self.cache.plan(request.salt, ids, timeline, outputs=outputs, outputs_from=request.scores_from)
+            plan = self._plan(request, ids, timeline)
             if not self.cache.fits_alone(plan):
                 self.waiting.remove(entry)
                 refused = outcome or _nothing_done("error")
@@ -393,6 +432,12 @@ class Scheduler:
                 return
             self.waiting.remove(entry)
             self._start(request, plan, outcome, carried)
+
+    def _plan(self, request: Request, ids: Array, timeline: Timeline) -> Plan:
+        outputs = "none" if not request.max_tokens else "last"
+        if request.num_prompt_logprobs is not None:
+            outputs = "all"
+        return self.cache.plan(request.salt, ids, timeline, outputs=outputs, outputs_from=request.scores_from)
 
     def _is_being_computed(self, salt: str, ids: Array, timeline: Timeline, cached: int) -> bool:
         """Whether a running sequence is just computing a prefix of this stream that is not in the tree yet: waiting for
@@ -414,7 +459,7 @@ class Scheduler:
 
     def _start(self, request: Request, plan: Plan, outcome: Outcome | None, carried: object) -> None:
         lease = self.cache.open(plan)
-        n = len(plan.tokens)
+        n, is_counted = len(plan.tokens), outcome is None
         if outcome is None:
             computed = plan.computed_indexes
             replayed = int((computed < request.num_known).sum())
@@ -430,7 +475,8 @@ class Scheduler:
         layout = plan.timeline.layout_at(n)
         room = min(self.max_positions - layout.next_position, self._pool_tokens - layout.num_visible)
         limit = min(request.max_tokens, len(outcome.tokens) + room)
-        running = Running(request, lease, plan, self._admitted, deque(plan.todo), outcome, limit, carried=carried)
+        running = Running(request, lease, plan, self._admitted, deque(plan.todo), outcome, limit)
+        running.carried, running.is_counted = carried, is_counted
         self._admitted += 1
         self.running.append(running)
         if not running.todo:  # all is there and no output wanted
@@ -450,11 +496,37 @@ class Scheduler:
         entry = (running.request, ids, lease.timeline, running.outcome, running.carried)
         self.waiting.appendleft(entry)
 
+    def _replan(self, running: Running) -> None:
+        """What the tier was to bring did not come: goes on another way, most often by computing it."""
+        request, before = running.request, running.lease
+        plan = self._plan(request, before.tokens[: before.num_tokens].copy(), before.timeline)
+        if not self.cache.fits_alone(plan):
+            self.fail(running, self._too_large())
+            return
+        more = np.setdiff1d(plan.computed_indexes, span_indexes(running.todo))
+        replayed = int((more < request.num_known).sum()) if running.is_counted else len(more)
+        prefilled = len(more) - replayed
+        self.tokens_replayed += replayed
+        self.tokens_prefilled += prefilled
+        if running.is_counted:
+            outcome = running.outcome
+            outcome.cached_tokens -= len(more)
+            outcome.prefilled_tokens += prefilled
+            outcome.replayed_tokens += replayed
+            self.tokens_cached -= len(more)
+        running.lease, running.plan, running.todo, running.view = self.cache.open(plan), plan, deque(plan.todo), None
+        self.cache.close(before)
+
     # What a step came to -------------------------------------------------------------------------------------------
 
-    def commit(self, step: Step, sampled: dict[Running, GeneratedToken], scores: dict[int, Score]) -> None:
-        """Takes a step's results: `sampled` has a token for every chunk that samples, `scores` the log-probability
-        that row r gave to the token after it, by row."""
+    def commit(
+        self, step: Step, loaded: list[Array], sampled: dict[Running, GeneratedToken], scores: dict[int, Score]
+    ) -> None:
+        """Takes a step's results: `loaded` has, for each load, the written shifts of its tokens up to the first that
+        did not come; `sampled` a token for every chunk that samples; `scores` the log-probability that row r gave to
+        the token after it, by row."""
+        for load, written in zip(step.loads, loaded, strict=True):
+            self._take_loaded(load, written)
         for chunk in step.chunks:
             running = chunk.running
             if running not in self.running:
@@ -476,10 +548,24 @@ class Scheduler:
                 self._end(running, "length")
                 self._close(running)
 
+    def _take_loaded(self, load: Load, written: Array) -> None:
+        running, end = load.running, load.start + len(written)
+        if running not in self.running or running.lease is not load.lease:
+            return  # aborted meanwhile, or it goes another way since an earlier load of the step
+        running.lease.written[load.start : end] = written
+        self.tokens_loaded += len(written)
+        if len(written):
+            self._advance(running, end)
+        if end < load.end:
+            self._replan(running)
+        elif not running.todo:
+            self._end(running, "length")
+            self._close(running)
+
     def _advance(self, running: Running, end: int) -> None:
         span = running.todo[0]
         if end < span.end:
-            running.todo[0] = Span(end, span.end, span.layout, span.phase, span.resident)
+            running.todo[0] = replace(span, start=end)
         else:
             running.todo.popleft()
         self.cache.publish(running.lease, end)
