@@ -27,7 +27,7 @@ import tokenizers
 
 from akv_sdk.types import TiktokenSpec, TokenizerReply
 from akv_server.errors import AkvError
-from akv_server.files import ModelFiles
+from akv_server.files import ModelFiles, gguf_reader
 
 Spec = dict[str, Any]
 
@@ -304,10 +304,8 @@ def from_gguf(path: Path, name: str | None = None) -> Tokenizer:
 
     Raises AkvError("invalid_request", param="model") for a vocabulary that is no BPE, or an unknown pre-tokenizer.
     """
-    from gguf import GGUFReader
-
     name = name or path.stem
-    fields = GGUFReader(path).fields
+    fields = gguf_reader(path).fields
 
     def value(key: str) -> Any:
         return fields[key].contents() if key in fields else None

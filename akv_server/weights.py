@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from akv_server.errors import AkvError
-from akv_server.files import ModelFiles, resolve
+from akv_server.files import ModelFiles, gguf_reader, resolve
 from akv_server.model import ModelConfig, TensorSource
 
 __all__ = ["ModelFiles", "open_weights", "resolve"]
@@ -278,10 +278,10 @@ def _gguf_name(name: str) -> str:
 
 @contextmanager
 def _open_gguf(files: ModelFiles) -> Iterator[tuple[ModelConfig, TensorSource]]:
-    from gguf import GGUFReader, dequantize
+    from gguf import dequantize
 
     try:
-        reader = GGUFReader(files.path)
+        reader = gguf_reader(files.path)
         config = _config_of_gguf(files, reader)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise _broken(files.name, f"{type(error).__name__} {error}") from error
