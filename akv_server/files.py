@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from akv_server.errors import AkvError
 
 if TYPE_CHECKING:
-    import numpy as np
     from gguf import GGUFReader
 
 DEFAULT_MODEL = "default"
@@ -55,7 +54,7 @@ def gguf_reader(path: Path) -> GGUFReader:
     class Reader(GGUFReader):
         """Takes slices of a plain array: those of a memmap cost three times as much, and a vocabulary takes 200,000."""
 
-        data: np.ndarray
+        data: Any
 
         def _get(self, *args: Any, **options: Any) -> Any:
             if isinstance(self.data, np.memmap):
