@@ -96,9 +96,10 @@ def chat(
     on_miss: types.OnMiss,
     params: Mapping[str, Any],
     stream: bool = False,
+    marks: Iterable[types.Mark] = (),
 ) -> Call[types.Completion]:
     fields = {"messages": _objects("messages", messages)}
-    return _completion("/v1/chat/completions", fields, model, session, ops, on_miss, params, stream)
+    return _completion("/v1/chat/completions", fields, model, session, ops, on_miss, params, stream, marks)
 
 
 def completions(
@@ -124,15 +125,17 @@ def _completion(
     on_miss: types.OnMiss,
     params: Mapping[str, Any],
     stream: bool,
+    marks: Iterable[types.Mark] = (),
 ) -> Call[types.Completion]:
     if unknown := params.keys() - Params.__optional_keys__:
         raise TypeError(f"{min(unknown)}: not a field of a completion request")
     fields |= {name: value for name, value in params.items() if value is not None}
     if model is not None:
         fields["model"] = model
-    if session is not None or ops is not None:
+    marked = list(marks) or None
+    if session is not None or ops is not None or marked is not None:
         history = None if ops is None else list(ops)
-        fields["akv"] = _fields(types.AkvRequest, "akv", session=session, ops=history, on_miss=on_miss)
+        fields["akv"] = _fields(types.AkvRequest, "akv", session=session, ops=history, on_miss=on_miss, marks=marked)
     if stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     return Call("POST", path, types.Completion.model_validate_json, encode(fields))

@@ -228,6 +228,7 @@ class _Conversation:
             on_miss=on_miss,
             params=params,
             stream=stream,
+            marks=self.marks,
         )
 
     def _rebuild(self) -> Call[types.Completion]:

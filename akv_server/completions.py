@@ -14,6 +14,7 @@ from typing import Protocol
 from akv_sdk import types
 from akv_server import replies, streams
 from akv_server.chat import Chat
+from akv_server.edits import Management
 from akv_server.errors import AkvError
 from akv_server.generation import Generation, Runs, Work
 from akv_server.journal import Journal
@@ -92,6 +93,7 @@ class Completions:
             cache_salt=body.cache_salt,
             ops=akv.ops,
             on_miss=akv.on_miss,
+            edit=self._management(body, akv).apply,
         ) as turn:
             generation = Generation(self.engine, self.tokenizer, self._work(body, prompt, turn))
             try:
@@ -110,6 +112,12 @@ class Completions:
         if isinstance(body, ChatBody):
             return ChatPrompt(body, self.chat)
         return TextPrompt(body, self.tokenizer, self._num_vocab)
+
+    def _management(self, body: ChatBody | CompletionBody, akv: types.AkvRequest) -> Management:
+        num_fitting = min(self.window, self.pool_tokens) - 1  # and one for the answer
+        if isinstance(body, ChatBody):
+            return Management(body.messages, akv.marks or (), body.context_management, num_fitting)
+        return Management((), akv.marks or (), None, num_fitting)
 
     def _work(self, body: ChatBody | CompletionBody, prompt: Prompt, turn: Turn) -> Work:
         is_scored = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
@@ -185,9 +193,9 @@ class Completion:
             outcome = self._generation.choices[0].outcome
             tokens = self._turn.stream.tokens
             prompt = replies.Echo(self._service.tokenizer, tokens, outcome)
-        akv = await self._finish()
+        more = await self._finish()
         bodies = [self._replies.choice(c, prompt, self._body.num_logprobs) for c in self._generation.choices]
-        return self._replies.whole(bodies, self._usage(), akv)
+        return self._replies.whole(bodies, self._usage(), more)
 
     async def chunks(self) -> AsyncIterator[replies.Body]:
         """The reply in chunks, as it is generated. The last one carries `akv`; `usage` comes with it if asked for."""
@@ -210,22 +218,22 @@ class Completion:
                 if num_running:
                     yield build.chunk([last])
                     continue
-                akv = await self._finish()
+                more = await self._finish()
                 if body.stream_options and body.stream_options.include_usage:
                     yield build.chunk([last])
-                    yield build.chunk([], usage=self._usage(), akv=akv)
+                    yield build.chunk([], usage=self._usage(), **more)
                 else:
-                    yield build.chunk([last], akv=akv)
+                    yield build.chunk([last], **more)
 
     async def _finish(self) -> replies.Body:
-        """The session goes on with the first choice, durably. Returns the `akv` object."""
+        """The session goes on with the first choice, durably. Returns what the reply has besides OpenAI's fields."""
         choice = self._generation.choices[0]
         outcomes = [c.outcome for c in self._generation.choices if c.outcome]
         turn = self._turn
         after = self._prompt.answered(turn.stream, choice.token_ids, choice.text)
         await self._service.sessions.keep_answer(turn, after)
         layout = turn.stream.layout
-        return types.AkvReply(
+        akv = types.AkvReply(
             session=turn.session.name if turn.session else None,
             stream_tokens=len(turn.stream.tokens),
             visible_tokens=layout.num_visible,
@@ -235,8 +243,13 @@ class Completion:
             next_position=layout.next_position,
             spans=turn.stream.spans(),
             ops=[streams.wire_of(op) for op in turn.stream.timeline.history],
+            applied_edits=turn.applied_edits,
             warnings=self._body.warnings() + turn.warnings,
         ).model_dump(mode="json")
+        if not isinstance(self._body, ChatBody) or self._body.context_management is None:
+            return {"akv": akv}
+        # Where Anthropic's Messages API answers, so that a client of it finds what it looks for.
+        return {"akv": akv, "context_management": {"applied_edits": akv["applied_edits"]}}
 
     def _usage(self) -> replies.Body:
         return replies.usage(self._num_visible_prompt_tokens, self._generation.choices)

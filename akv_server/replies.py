@@ -46,9 +46,9 @@ class Replies:
             "model": model,
         }
 
-    def whole(self, choices: Sequence[Body], usage: Body, akv: Body) -> Body:
+    def whole(self, choices: Sequence[Body], usage: Body, more: Body) -> Body:
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": list(choices), "usage": usage, "akv": akv}
+        return {**self._head, "object": kind, "choices": list(choices), "usage": usage, **more}
 
     def chunk(self, choices: Sequence[Body], **more: Any) -> Body:
         kind = "chat.completion.chunk" if self._chat else "text_completion"

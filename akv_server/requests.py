@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
-from akv_sdk.types import AkvRequest
+from akv_sdk.types import AkvRequest, ContextManagement
 from akv_server.errors import AkvError
 from akv_server.sampler import SamplingParams
 
@@ -115,6 +115,7 @@ class ChatBody(CompletionFields):
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=100_000)]
     tools: list[dict[str, Any]] | None = None
+    context_management: ContextManagement | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     add_generation_prompt: bool = True
     logprobs: bool | None = None
@@ -178,7 +179,10 @@ def parse(kind: type[M], body: dict[str, Any]) -> M:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        found = [(_path(item["loc"], body), item) for item in error.errors(include_url=False, include_context=False)]
+        found = [
+            (_path(item["loc"], body, is_missing=item["type"] == "missing"), item)
+            for item in error.errors(include_url=False, include_context=False)
+        ]
     param, item = max(found, key=lambda entry: (entry[0].count("[") + entry[0].count("."), -found.index(entry)))
     message = item["msg"].removeprefix("Value error, ")
     head, colon, rest = message.partition(": ")
@@ -195,14 +199,14 @@ def _names_an_index(param: str) -> bool:
     return name in ("spans", "pages", "start", "end", "at")
 
 
-def _path(loc: tuple[int | str, ...], body: Any) -> str:
+def _path(loc: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
     """`("spans", 0, 1)` as `spans[0][1]`, leaving out the names that pydantic puts between for unions."""
     path, here = "", body
-    for step in loc:
+    for i, step in enumerate(loc):
         if isinstance(step, int) and isinstance(here, list | tuple):
             path, here = f"{path}[{step}]", here[step] if step < len(here) else None
-        elif isinstance(step, str) and isinstance(here, dict):
-            path, here = f"{path}.{step}" if path else step, here.get(step)
+        elif isinstance(here, dict) and (step in here or (is_missing and i + 1 == len(loc))):
+            path, here = f"{path}.{step}" if path else str(step), here.get(step)
     return path
 
 

@@ -67,6 +67,8 @@ class Session:
 
 Prompt = Callable[[Stream], Continued]
 """What a request wants to go on from, worked out against the stream that its session has."""
+Edit = Callable[[Stream, int], tuple[Stream, list[types.AppliedEdit]]]
+"""What a request changes of its stream before it runs; given that, and how many of its tokens the session had."""
 
 
 @dataclass
@@ -78,6 +80,7 @@ class Turn:
     salt: str
     stream: Stream
     warnings: list[str]
+    applied_edits: list[types.AppliedEdit] = field(default_factory=list)
     before: tuple[Stream, str, bool] | None = None
 
 
@@ -126,6 +129,7 @@ class Sessions:
         cache_salt: str | None = None,
         ops: list[types.Op] | None = None,
         on_miss: types.OnMiss = "replay",
+        edit: Edit | None = None,
     ) -> AsyncIterator[Turn]:
         """A turn on the session `name`, which nobody else can change until it ends.
 
@@ -133,7 +137,7 @@ class Sessions:
         """
         salt = repr((tenant, cache_salt))
         if name is None:
-            yield await self._prepared(None, Stream(), salt, prompt, ops, on_miss)
+            yield await self._prepared(None, Stream(), salt, prompt, ops, on_miss, edit)
             return
         self.expire()
         session = self._sessions.setdefault((tenant, name), Session(tenant, name, salt))
@@ -147,7 +151,7 @@ class Sessions:
                 if self._sessions.setdefault((tenant, name), session) is not session:
                     raise AkvError("session_busy", "the session was just replaced; try again", retry_after_s=1)
                 await self._load(session)
-                yield await self._prepared(session, session.stream, salt, prompt, ops, on_miss)
+                yield await self._prepared(session, session.stream, salt, prompt, ops, on_miss, edit)
         finally:
             session.generating = False
             if self._sessions.get((tenant, name)) is session:
@@ -165,6 +169,7 @@ class Sessions:
         prompt: Prompt,
         ops: list[types.Op] | None,
         on_miss: types.OnMiss,
+        edit: Edit | None,
     ) -> Turn:
         """The stream that the request asks for; tokenising may take a while, so not on the loop."""
 
@@ -177,7 +182,9 @@ class Sessions:
             if on_miss == "forget":
                 after, lost = self._forget_lost(after, salt)
                 warnings += lost
-            return Turn(session, salt, after, warnings)
+            num_common = continued.num_common if session else 0
+            after, applied = edit(after, num_common) if edit else (after, [])
+            return Turn(session, salt, after, warnings, applied)
 
         return await asyncio.to_thread(prepare)
 

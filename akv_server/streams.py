@@ -8,6 +8,7 @@ Knows neither the engine nor sessions, names and waiting.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -196,6 +197,28 @@ def drop(stream: Stream, spans: Sequence[NamedSpan], *, repos: bool, forget: boo
         return Edited(stream, 0, [])
     after = stream.with_history(history)
     return Edited(after, before - after.layout.num_visible, applied)
+
+
+def drop_ahead(stream: Stream, spans: Sequence[types.Span], *, known: int, until: int, num_fitting: int) -> Stream:
+    """Drops disjoint spans of a prompt that still has to run, and closes their gaps.
+
+        0 ......... known ................. until ... len(tokens)
+        | computed  | messages to compute   | the answer's opening
+
+    Those among the tokens computed before take effect at `known`, so that nothing new sees them; the others at `until`,
+    once they are computed, or, where so much has no room at once, as if they had never been there.
+    """
+    history = stream.timeline.history
+    known = max(known, history[-1].at if history else 0)
+    early = [Op("drop", known, start, end, repos=True) for start, end in spans if end <= known]
+    late = [(start, end) for start, end in spans if end > known]
+    before = stream.with_history((*history, *early))
+    peak = before.timeline.layout_at(until)
+    if max(peak.next_position, peak.num_visible) > num_fitting:
+        with suppress(AkvError):  # an op that follows leaves no room for it; then the engine says what does not fit
+            return drop(before, [NamedSpan("", *span) for span in late], repos=True, forget=True).stream
+    until = max(known, until)
+    return before.with_history((*history, *early, *(Op("drop", until, *span, repos=True) for span in late)))
 
 
 def restore(stream: Stream, spans: Sequence[NamedSpan], *, repos: bool) -> Edited:

@@ -281,7 +281,7 @@ def _calls(messages: Sequence[Message]) -> dict[int, tuple[int, dict[str, str]]]
 def marking_of(message: Message, marks: Iterable[Mark] = ()) -> Marking:
     """All that is said of a message as a whole."""
     said = [Marking.model_validate(message["akv"])] if message.get("akv") else []
-    if tags := message.get("tags"):
+    if isinstance(tags := message.get("tags"), list):
         said.append(Marking(tags=[str(tag) for tag in tags]))
     return _merged([*said, *(mark for mark in marks if mark.block is None)])
 
