@@ -220,7 +220,12 @@ class AkvReply(Reply):
 
 
 class DropRequest(Wire):
-    """Body of `POST /v1/cache/drop`. Exactly one of `spans`, `blocks`, `pages` (logical pages of 16 tokens)."""
+    """Body of `POST /v1/cache/drop`. Exactly one of `spans`, `blocks`, `pages` (logical pages of 16 tokens).
+
+    `repos`: whether what follows moves up into the gap. "auto" leaves gaps open while at most three quarters of the
+    model's window are used. The drop, or the completion, that goes beyond closes them all; the history then shows what
+    was done (`repos` ops with their deltas), never the word.
+    """
 
     session: str = Field(min_length=1, max_length=200)
     spans: list[Span] | None = Field(default=None, max_length=10_000)

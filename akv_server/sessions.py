@@ -183,6 +183,8 @@ class Sessions:
                 after, lost = self._forget_lost(after, salt)
                 warnings += lost
             num_common = continued.num_common if session else 0
+            if after.closes_gaps and self._closes(after, "auto"):
+                after = streams.close_gaps(after, num_common).stream
             after, applied = edit(after, num_common) if edit else (after, [])
             return Turn(session, salt, after, warnings, applied)
 
@@ -250,7 +252,15 @@ class Sessions:
                 spans = streams.spans_of_pages(stream, body.pages)
             else:
                 spans = _spans(stream, body.spans, body.blocks)
-            return streams.drop(stream, spans, repos=self._closes(stream, body.repos), forget=body.mode == "forget")
+            closes = self._closes(stream, body.repos)
+            edited = streams.drop(stream, spans, repos=closes, forget=body.mode == "forget")
+            if body.repos != "auto":
+                return edited
+            if closes:
+                closed = streams.close_gaps(edited.stream, len(stream.tokens))
+                return replace(closed, changed=edited.changed, applied=edited.applied + closed.applied)
+            is_open = stream.closes_gaps or bool(edited.applied)
+            return replace(edited, stream=replace(edited.stream, closes_gaps=is_open))
 
         return await self._edit(tenant, body, edit, key)
 
@@ -294,6 +304,7 @@ class Sessions:
             return layout_reply(session.name, edited.stream, edited.changed, edited.applied)
 
     def _closes(self, stream: Stream, repos: types.Repos) -> bool:
+        """ "auto": once positions come near the end of the window; then the gaps left before are closed, too."""
         return stream.layout.next_position > AUTO_CLOSES_ABOVE * self._window if repos == "auto" else repos
 
     def _opens(self, stream: Stream, repos: types.Repos, spans: list[NamedSpan]) -> bool:

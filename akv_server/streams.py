@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from akv_sdk import types
 from akv_server.errors import AkvError
-from akv_server.ops import History, Layout, Op, Timeline, common_prefix
+from akv_server.ops import VISIBLE, History, Layout, Op, Timeline, common_prefix
 
 LOGICAL_PAGE = 16  # tokens; what `pages` counts in a drop, whatever the pool's page size
 
@@ -53,7 +53,8 @@ class Stream:
     """The tokens of a session with what is known of them. Immutable; `tokens` is never changed in place.
 
     `num_known` counts the first tokens whose KV was computed under this history before: computing one of them again is
-    a replay. `head` identifies what the template makes of a request besides its messages (its tools).
+    a replay. `head` identifies what the template makes of a request besides its messages (its tools). `closes_gaps`: a
+    drop with repos "auto" left its gap open, to be closed once positions run out.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -61,6 +62,7 @@ class Stream:
     timeline: Timeline = field(default_factory=Timeline)
     num_known: int = 0
     head: Hashable = None
+    closes_gaps: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -219,6 +221,30 @@ def drop_ahead(stream: Stream, spans: Sequence[types.Span], *, known: int, until
             return drop(before, [NamedSpan("", *span) for span in late], repos=True, forget=True).stream
     until = max(known, until)
     return before.with_history((*history, *early, *(Op("drop", until, *span, repos=True) for span in late)))
+
+
+def close_gaps(stream: Stream, at: int) -> Edited:
+    """Closes, from stream length `at` or the last op on, the gaps that drops left open: what follows each part that was
+    dropped as one moves up, as if the drop had done it. Gaps that a repos made stay."""
+    history = stream.timeline.history
+    at = max(at, history[-1].at if history else 0)
+    layout = stream.timeline.layout_at(at)
+    ends = sorted({op.end for op in history if op.kind == "drop" and op.end is not None})
+    parts = [
+        part
+        for run in layout.runs
+        if run.state != VISIBLE and run.end <= at
+        for part in pairwise([run.start, *(end for end in ends if run.start < end < run.end), run.end])
+    ]
+    ops: list[Op] = []
+    for start, end in parts:
+        gap = min(layout.position(end) - layout.position(start), end - start)
+        if gap > 0:
+            op = Op("repos", at, end, None, delta=-gap)
+            with suppress(AkvError):  # a repos put something there
+                layout, _ = layout.apply(op)
+                ops.append(op)
+    return Edited(replace(stream.with_history((*history, *ops)), closes_gaps=False), 0, ops)
 
 
 def restore(stream: Stream, spans: Sequence[NamedSpan], *, repos: bool) -> Edited:
