@@ -191,11 +191,8 @@ class Cache:
             if not len(sources):
                 raise AkvError("invalid_request", "all tokens of the stream are forgotten", param="akv.ops")
             wanted[sources[-1]] = True
-        keys = self._in_tier(salt, tokens, timeline, resident)
-        loadable = np.zeros(n, bool)
-        for block in keys:
-            loadable[block * self.page_size : (block + 1) * self.page_size] = True
-        loadable &= ~(resident | forgotten | wanted)
+        loadable, keys = self.in_tier(salt, tokens, timeline, resident)
+        loadable &= ~(forgotten | wanted)
         missing = ~(resident | loadable)
         todo: list[Span] = []
         for phase in range(len(phases) - 1, -1, -1):
@@ -224,15 +221,19 @@ class Cache:
             keys,
         )
 
-    def _in_tier(self, salt: str, tokens: Array, timeline: Timeline, resident: Array) -> dict[int, bytes]:
-        """Keys, by block number, of the blocks that are not all there and that the tier can bring back."""
+    def in_tier(self, salt: str, tokens: Array, timeline: Timeline, resident: Array) -> tuple[Array, dict[int, bytes]]:
+        """Which tokens are not resident and can be brought back (bool [num_tokens]; a forgotten one among them means
+        nothing), and the keys of their blocks by number. Mutates nothing."""
         size = self.page_size
+        loadable, keys = np.zeros(len(tokens), bool), {}
         lacking = np.unique(np.flatnonzero(~resident) // size).tolist()
-        if self._tier is None or not lacking or not self._tier.is_faster:
-            return {}
-        keys = block_keys(salt, tokens, [(p.at, p.signature) for p in timeline.points], size, lacking[0])
-        found = ((block, keys[block - lacking[0]]) for block in lacking if block < len(tokens) // size)
-        return {block: key for block, key in found if key in self._tier}
+        if self._tier is not None and lacking and self._tier.is_faster:
+            known = block_keys(salt, tokens, [(p.at, p.signature) for p in timeline.points], size, lacking[0])
+            for block in lacking:
+                if block < len(tokens) // size and (key := known[block - lacking[0]]) in self._tier:
+                    keys[block] = key
+                    loadable[block * size : (block + 1) * size] = True
+        return loadable & ~resident, keys
 
     def fits_alone(self, plan: Plan) -> bool:
         """Whether an otherwise empty pool could run the plan."""

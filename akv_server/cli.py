@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from akv_server.errors import AkvError
@@ -61,6 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--pool-tokens", type=_positive, metavar="N", help="size of the cache (default: the window, memory allowing)")
     add("--max-running", type=_positive, default=64, metavar="N", help="requests at a time (default: %(default)s)")
+    tier = serve.add_mutually_exclusive_group()
+    tier.add_argument("--kv-disk", type=Path, metavar="PATH", help="file for evicted KV, which outlives the server")
+    tier.add_argument("--kv-host-gb", type=_gigabytes, metavar="N", help="keep evicted KV in host memory, up to N GB")
+    add("--kv-disk-gb", type=_gigabytes, default=10 * 10**9, metavar="N", help="limit of that file (default: 10)")
     add("--state", metavar="PATH", help="file that sessions are kept in, to outlive the server (default: in memory)")
     add(
         "--session-ttl",
@@ -107,6 +112,8 @@ def _serve(options: argparse.Namespace) -> int:
             loaded,
             pool_tokens=pool_tokens,
             max_running=options.max_running,
+            kv_disk=(options.kv_disk, options.kv_disk_gb) if options.kv_disk else None,
+            kv_host_bytes=options.kv_host_gb or 0,
             journal=journal,
             session_ttl_s=options.session_ttl,
             max_sessions=options.max_sessions,
@@ -118,6 +125,11 @@ def _serve(options: argparse.Namespace) -> int:
             print(
                 f"pool     {service.pool_tokens} tokens, {serving.pool_bytes(loaded, service.pool_tokens) / 1e6:.0f} MB"
             )
+            if options.kv_disk:
+                num_tokens = service.engine.stats()["tier_blocks"] * serving.PAGE_SIZE
+                print(f"evicted  {options.kv_disk}, up to {options.kv_disk_gb / 1e9:g} GB, {num_tokens} tokens in it")
+            elif options.kv_host_gb:
+                print(f"evicted  host memory, up to {options.kv_host_gb / 1e9:g} GB")
             if options.state:
                 print(f"state    {options.state}, {len(service.sessions)} sessions")
             print(f"tenants  {', '.join(tenants) or 'none: no key needed, loopback only'}")
@@ -144,6 +156,17 @@ def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 2**16):
         raise argparse.ArgumentTypeError(f"{text!r} is no port")
     return int(text)
+
+
+def _gigabytes(text: str) -> int:
+    """Bytes of so many GB."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 10**6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of gigabytes")
+    return int(number * 1e9)
 
 
 def _positive(text: str) -> int:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 from pathlib import Path
 
 import numpy as np
@@ -142,22 +143,27 @@ class Engine:
         with self._lock:
             return self.cache.evict_all()
 
-    def residency(self, salt: str, tokens: list[int], history: History) -> tuple[int, int]:
-        """`(visible tokens whose KV is there, pages they lie in)` of a stream. Mutates nothing."""
-        timeline = Timeline(history)
+    def residency(self, salt: str, tokens: list[int], history: History, *, with_tier: bool = False) -> tuple[int, int]:
+        """`(visible tokens whose KV is there, pages they lie in)` of a stream; `with_tier` also counts tokens that
+        would be brought back instead of being computed. Mutates nothing."""
+        timeline, ids = Timeline(history), np.asarray(tokens, np.int32)
+        visible = visible_mask(timeline.layout_at(len(tokens)), len(tokens))
         with self._lock:
-            match = self.cache.tree.match(salt, np.asarray(tokens, np.int32), timeline)
-        seen = match.slots[visible_mask(timeline.layout_at(len(tokens)), len(tokens))[: match.length]]
-        seen = seen[seen >= 0]
-        return len(seen), len(np.unique(seen // self.config.page_size))
+            match = self.cache.tree.match(salt, ids, timeline)
+            there = np.zeros(len(tokens), bool)
+            there[: match.length] = match.slots >= 0
+            loadable, _ = self.cache.in_tier(salt, ids, timeline, there)
+        pages = np.unique(match.slots[(visible & there)[: match.length]] // self.config.page_size)
+        return int((visible & (there | loadable if with_tier else there)).sum()), len(pages)
 
     def check(self) -> None:
         """Asserts the cache's invariants."""
         with self._lock:
             self.cache.check()
 
-    def stats(self) -> dict[str, int]:
-        """Counters since start-up and the pool as it is now: the fields of `akv_sdk.types.CacheStats`."""
+    def stats(self) -> dict[str, Any]:
+        """Counters since start-up and the pool as it is now: the fields of `akv_sdk.types.CacheStats` but those that
+        count sessions."""
         with self._lock:
             pool, scheduler, tree = self.cache.pool, self.scheduler, self.cache.tree
             return {
@@ -165,12 +171,16 @@ class Engine:
                 "pages_total": pool.num_pages,
                 "pages_free": pool.num_free,
                 "pages_used": pool.num_pages - pool.num_free,
+                "pages_shared": pool.num_shared,
                 "pages_evictable": pool.num_evictable,
                 "pages_dead": len(pool.dead),
                 "tree_edges": tree.num_edges,
                 "running": len(scheduler.running),
                 "waiting": len(scheduler.waiting),
+                "fragmentation": list(tree.num_by_fragmentation),
                 "tokens_cached": scheduler.tokens_cached,
+                "tokens_cached_session": scheduler.tokens_cached - scheduler.tokens_cached_shared,
+                "tokens_cached_shared": scheduler.tokens_cached_shared,
                 "tokens_loaded": scheduler.tokens_loaded,
                 "tokens_stored": self.tier.num_stored if self.tier else 0,
                 "tier_blocks": len(self.tier.storage) if self.tier else 0,

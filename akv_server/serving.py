@@ -55,16 +55,29 @@ def running(
     *,
     pool_tokens: int,
     max_running: int,
+    kv_disk: tuple[Path, int] | None = None,
+    kv_host_bytes: int = 0,
     journal: Journal | None = None,
     session_ttl_s: float = DAY_S,
     max_sessions: int = MAX_SESSIONS,
 ) -> Iterator[Completions]:
-    """The service around a started engine, which is stopped at the end. Raises AkvError where the journal belongs to
-    another model."""
+    """The service around a started engine, which is stopped at the end. `kv_disk` is a file for evicted KV and its
+    limit in bytes. Raises AkvError where the journal belongs to another model, or that file cannot be used."""
     if journal is not None:
         journal.bind(loaded.fingerprint, loaded.config.name)
     num_pages = -(-pool_tokens // PAGE_SIZE)
-    engine = Engine(loaded.model, EngineConfig(num_pages, PAGE_SIZE, max_running=max_running))
+    disk_path, disk_bytes = kv_disk or (None, 0)
+    engine = Engine(
+        loaded.model,
+        EngineConfig(
+            num_pages,
+            PAGE_SIZE,
+            max_running=max_running,
+            disk_path=disk_path,
+            disk_bytes=disk_bytes,
+            host_bytes=kv_host_bytes,
+        ),
+    )
     engine.start()
     try:
         yield Completions(

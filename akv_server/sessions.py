@@ -33,7 +33,9 @@ MAX_SESSIONS = 1000
 class Cache(Protocol):
     """The part of the engine that is used here."""
 
-    def residency(self, salt: str, tokens: list[int], history: History) -> tuple[int, int]: ...
+    def residency(
+        self, salt: str, tokens: list[int], history: History, *, with_tier: bool = False
+    ) -> tuple[int, int]: ...
 
 
 @dataclass
@@ -214,7 +216,7 @@ class Sessions:
         """Turns drops into forgets where a replay would have to compute the dropped span again."""
 
         def num_resident(num_tokens: int, history: History) -> int:
-            resident, _ = self._cache.residency(salt, stream.tokens[:num_tokens], history)
+            resident, _ = self._cache.residency(salt, stream.tokens[:num_tokens], history, with_tier=True)
             return resident
 
         history = stream.timeline.history

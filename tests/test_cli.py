@@ -67,6 +67,29 @@ def test_serve_says_what_it_does_and_ends_cleanly(model: Path) -> None:
         assert (running.returncode, output) == (0, "stopped\n")
 
 
+def test_evicted_kv_outlives_the_server(model: Path, tmp_path: Path) -> None:
+    options = ["--model", str(model), "--weights", "float32", "--port", "0", "--pool-tokens", "1000"]
+    disk = ["--kv-disk", str(tmp_path / "kv"), "--kv-disk-gb", "0.01"]
+    stored = cached = 0  # the second server's
+    for _ in range(2):
+        with process("serve", *options, *disk) as running:
+            printed, url = start(running)
+            found = re.search(rf"evicted +{tmp_path / 'kv'}, up to 0.01 GB, (\d+) tokens", printed)
+            assert found, printed
+            stored = int(found[1])
+            body = {"prompt": "a b c d e f g h " * 20, "max_tokens": 1}
+            usage = httpx.post(f"{url}/v1/completions", json=body, timeout=30).json()["usage"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            running.send_signal(signal.SIGINT)
+            assert running.communicate(timeout=30)[0] == "stopped\n"
+    assert stored >= usage["prompt_tokens"] - 16
+    assert cached >= usage["prompt_tokens"] - 16
+    (tmp_path / "kv").write_text("my thesis")
+    status, output = run("serve", *options, *disk)
+    assert status == 1
+    assert "no file of AKV's" in output
+
+
 def test_keys_make_tenants_and_are_not_printed(model: Path) -> None:
     options = ["--model", str(model), "--weights", "float32", "--port", "0", "--host", "0.0.0.0"]
     with process("serve", *options, "--api-key", "ann:s3cret:1", "--api-key", "bob:other") as running:

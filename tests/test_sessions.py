@@ -26,7 +26,7 @@ class FakeCache:
     def __init__(self) -> None:
         self.num_resident = 10**9
 
-    def residency(self, salt: str, tokens: list[int], history: History) -> tuple[int, int]:
+    def residency(self, salt: str, tokens: list[int], history: History, *, with_tier: bool = False) -> tuple[int, int]:
         n = min(len(tokens), self.num_resident)
         return layout_at(history, len(tokens)).num_visible_in(0, n), -(-n // 16)
 
