@@ -315,19 +315,30 @@ class ForkRequest(Wire):
 
 
 class CacheStats(Reply):
-    """`GET /v1/cache/stats`: counters since start-up, and the pool as it is now. Token counts unless named pages."""
+    """`GET /v1/cache/stats`: counters since start-up, and the pool as it is now. Token counts unless named pages.
+
+    Of the used pages, `shared` are those that several histories see or hold, `evictable` those that no running request
+    holds, `dead` those of these that no history sees. `fragmentation[i]` counts the histories at rest in the tree that
+    do not see between i and i + 1 tenths of their pages' slots. Of the cached tokens, some were computed by the same
+    session before, and the others are shared.
+    """
 
     page_size: int
     pages_total: int
     pages_free: int
     pages_used: int
+    pages_shared: int
     pages_evictable: int
     pages_dead: int
     tree_edges: int
+    fragmentation: list[int]
     sessions: int
+    sessions_expired: int
     running: int
     waiting: int
     tokens_cached: int  # those brought back from the host tier among them
+    tokens_cached_session: int
+    tokens_cached_shared: int
     tokens_loaded: int
     tokens_stored: int
     tier_blocks: int  # of page_size tokens

@@ -99,7 +99,7 @@ def create_app(
 
     @app.get("/v1/cache/stats")
     async def stats() -> Response:
-        return _json(types.CacheStats(sessions=len(sessions), **service.engine.stats()))
+        return _json(service.stats())
 
     @app.post("/v1/render")
     async def render(request: Request) -> Response:
@@ -140,7 +140,7 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return PlainTextResponse(_prometheus(service.engine.stats(), len(sessions)))
+        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
 
     return app
 
@@ -328,22 +328,3 @@ async def _no_route(request: Request, error: Exception) -> Response:
         return _error_reply(AkvError("not_found", f"there is no route {request.method} {request.url.path}"))
     reply = AkvError("invalid_request", f"{request.method} {request.url.path}: {error.detail}")
     return JSONResponse(_envelope(reply), status_code=error.status_code, headers=error.headers)
-
-
-def _prometheus(stats: dict[str, int], num_sessions: int) -> str:
-    """The counters in Prometheus' text format. What only grows since start-up is a counter, the rest are gauges."""
-    counters = (
-        "tokens_",
-        "pages_copied",
-        "pages_evicted",
-        "tier_damaged",
-        "preemptions",
-        "steps",
-        "attention_launches",
-    )
-    lines = []
-    for name, value in {**stats, "sessions": num_sessions}.items():
-        is_counter = name.startswith(counters)
-        full = f"akv_{name}_total" if is_counter else f"akv_{name}"
-        lines += [f"# TYPE {full} {'counter' if is_counter else 'gauge'}", f"{full} {value}"]
-    return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from akv_sdk import types
 from akv_server import replies, streams
@@ -18,6 +18,7 @@ from akv_server.edits import Management
 from akv_server.errors import AkvError
 from akv_server.generation import Generation, Runs, Work
 from akv_server.journal import Journal
+from akv_server.metrics import RequestMetrics, exposition
 from akv_server.model import ModelConfig
 from akv_server.prompts import ChatPrompt, Prompt, TextPrompt, render
 from akv_server.requests import ChatBody, CompletionBody
@@ -28,7 +29,7 @@ from akv_server.tokenizer import Tokenizer
 class RunningEngine(Runs, Cache, Protocol):
     """The engine, as this layer and those above use it."""
 
-    def stats(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, Any]: ...
 
 
 class PoolSize(Protocol):
@@ -61,6 +62,7 @@ class Completions:
         self.window = config.max_positions
         self.pool_tokens = pool.num_pages * pool.page_size
         self.chat = Chat(tokenizer)
+        self.requests = RequestMetrics()
         self._num_vocab = config.vocab_size
         self.sessions = Sessions(
             engine,
@@ -83,6 +85,7 @@ class Completions:
     ) -> AsyncIterator[Completion]:
         """A completion that runs until the block ends; leaving it early aborts the work. Raises AkvError, with nothing
         changed, for whatever can be known before."""
+        arrived_s = self.requests.clock()
         self.check_model(body.model)
         prompt = await asyncio.to_thread(self._prompt, body)  # rendering a long one takes a while
         akv = body.akv or types.AkvRequest()
@@ -95,7 +98,8 @@ class Completions:
             on_miss=akv.on_miss,
             edit=self._management(body, akv).apply,
         ) as turn:
-            generation = Generation(self.engine, self.tokenizer, self._work(body, prompt, turn))
+            work = self._work(body, prompt, turn)
+            generation = Generation(self.engine, self.tokenizer, work, self.requests, arrived_s)
             try:
                 generation.start()
                 self.sessions.keep_prompt(turn)
@@ -139,6 +143,15 @@ class Completions:
             # What is new to a session is scored, whether or not another one had computed it before.
             scores_from=turn.stream.num_known if turn.session else None,
         )
+
+    def stats(self) -> types.CacheStats:
+        self.sessions.expire()
+        sessions, num_expired = len(self.sessions), self.sessions.num_expired
+        return types.CacheStats(sessions=sessions, sessions_expired=num_expired, **self.engine.stats())
+
+    def metrics(self) -> str:
+        """Everything that is counted and timed, as Prometheus reads it."""
+        return exposition(self.stats(), self.requests, self.model)
 
     def render(self, body: types.RenderRequest) -> types.RenderReply:
         """The stream that a chat request would have, without running it."""

@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch

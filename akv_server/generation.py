@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from akv_server.metrics import RequestMetrics, Watch
 from akv_server.ops import History
 from akv_server.sampler import SamplingParams
 from akv_server.scheduler import GeneratedToken, Outcome, Request
@@ -108,8 +109,12 @@ def _overlap(text: str, stop: str) -> int:
 class Generation:
     """One completion on its way. Make it, `start()` it, iterate over its pieces; `abort()` it if nobody listens."""
 
-    def __init__(self, engine: Runs, tokenizer: Tokenizer, work: Work) -> None:
+    def __init__(
+        self, engine: Runs, tokenizer: Tokenizer, work: Work, metrics: RequestMetrics, arrived_s: float
+    ) -> None:
         self._engine = engine
+        self._metrics = metrics
+        self._arrived_s = arrived_s  # of the metrics' clock
         self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.choices = [Choice(i) for i in range(work.num_choices)]
@@ -154,6 +159,7 @@ class Generation:
 
     def _request(self, index: int, tokenizer: Tokenizer, work: Work) -> Request:
         out = TextOut(tokenizer, work.stops)
+        watch = Watch(self._metrics, self._arrived_s)
         seed = work.sampling.seed
 
         def put(piece: Piece) -> None:  # on the engine's thread; a loop that is closed has no listener left
@@ -161,11 +167,13 @@ class Generation:
                 self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
         def on_token(token: GeneratedToken) -> str | None:
+            watch.on_token()
             text, is_stop = out.push(token.token_id)
             put(Piece(index, text, token))
             return "stop" if is_stop else None
 
         def on_done(outcome: Outcome) -> None:
+            watch.on_done(outcome)
             put(Piece(index, out.finish(), outcome=outcome))
 
         return Request(

@@ -136,6 +136,10 @@ class Layout:
                 total += min(run.end, end) - max(run.start, start)
         return total
 
+    def num_forgotten_in(self, start: int, end: int) -> int:
+        """Forgotten tokens with an index in `[start, end)`."""
+        return self._num_in_state(start, end, FORGOTTEN)
+
     def apply(self, op: Op) -> tuple[Layout, int]:
         """The layout after `op`, and the number of tokens that it made invisible, made visible, or (a repos) moved.
 

@@ -29,6 +29,7 @@ class Pool:
         self.filled = [0] * num_pages
         self.dead: dict[int, None] = {}  # ordered: the longest dead first
         self.num_evictable = 0
+        self.num_shared = 0  # pages that several running sequences or histories hold or see
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property
@@ -72,7 +73,9 @@ class Pool:
     def _count(self, counts: list[int], page: int, by: int) -> None:
         was_held = self.leases[page] or self.edges[page]
         was_evictable = self.edges[page] and not self.leases[page]
+        self.num_shared -= self.leases[page] + self.views[page] > 1
         counts[page] += by
+        self.num_shared += self.leases[page] + self.views[page] > 1
         assert counts[page] >= 0, f"page {page} given back more often than taken"
         is_evictable = self.edges[page] and not self.leases[page]
         if bool(is_evictable) != bool(was_evictable):
@@ -99,3 +102,4 @@ class Pool:
             evictable += only_tree
             assert (page in self.dead) == (only_tree and not self.views[page]), f"page {page} wrongly dead or not"
         assert evictable == self.num_evictable
+        assert self.num_shared == sum(leased + seen > 1 for leased, seen in zip(self.leases, self.views, strict=True))

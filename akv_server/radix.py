@@ -35,6 +35,7 @@ class Edge:
     __slots__ = (
         "alive",
         "children",
+        "fragmentation",
         "last_use",
         "layout",
         "leases",
@@ -63,6 +64,7 @@ class Edge:
         self.last_use = 0
         self.leases = 0  # running sequences that go on from its end
         self.seen: list[int] | None = None  # a leaf's view: pages its history sees
+        self.fragmentation = 0.0  # of a leaf's history, as it was when `seen` was worked out
         self.alive = True
 
     @property
@@ -94,6 +96,7 @@ class RadixTree:
         self.clock = 0  # logical time: a counter of uses
         self.num_edges = 0
         self.num_evicted_pages = 0
+        self.num_by_fragmentation = [0] * 10  # leaves with a view, by tenths of fragmentation
         self.sparse: dict[Edge, None] = {}  # leaves that see little of the pages they keep
         # Told, before it happens, that eviction takes the KV of the edge's tokens with index [start, end).
         self.on_loss: Callable[[Edge, int, int], None] = lambda edge, start, end: None
@@ -333,7 +336,9 @@ class RadixTree:
         if edge.alive and edge.parent is not None and not edge.children and not edge.leases:
             edge.seen, num_visible = self._visible_pages(edge)
             self.pool.view(edge.seen)
-            if fragmentation(num_visible, len(edge.seen) * self.pool.page_size) > self.sparse_above:
+            edge.fragmentation = fragmentation(num_visible, len(edge.seen) * self.pool.page_size)
+            self.num_by_fragmentation[_tenth(edge.fragmentation)] += 1
+            if edge.fragmentation > self.sparse_above:
                 self.sparse.setdefault(edge)
             if len(self._leaves) > 2 * self.num_edges + 64:
                 self._leaves = [entry for entry in self._leaves if self._is_current(entry)]
@@ -343,6 +348,7 @@ class RadixTree:
     def _unsee(self, edge: Edge) -> None:
         if edge.seen is not None:
             self.pool.unview(edge.seen)
+            self.num_by_fragmentation[_tenth(edge.fragmentation)] -= 1
             self.sparse.pop(edge, None)
             edge.seen = None
 
@@ -403,6 +409,7 @@ class RadixTree:
         """Asserts what must hold between any two calls."""
         holders: dict[int, set[Edge]] = {}
         views = [0] * self.pool.num_pages
+        by_fragmentation = [0] * 10
         count = 0
         for edge in self.edges():
             count += 1
@@ -417,13 +424,19 @@ class RadixTree:
             if edge.seen is not None:
                 assert edge.seen == self._visible_pages(edge)[0], "a leaf's view is out of date"
                 assert any(e is edge and use == edge.last_use for use, _, e in self._leaves), "a leaf cannot be evicted"
+                by_fragmentation[_tenth(edge.fragmentation)] += 1
                 for page in edge.seen:
                     views[page] += 1
         assert count == self.num_edges
+        assert by_fragmentation == self.num_by_fragmentation
         assert holders == self._holders
         assert views == self.pool.views
         for page in range(self.pool.num_pages):
             assert self.pool.edges[page] == len(holders.get(page, ()))
+
+
+def _tenth(part: float) -> int:
+    return min(int(part * 10), 9)
 
 
 def fragmentation(num_visible: int, num_slots: int) -> float:

@@ -211,6 +211,7 @@ class Scheduler:
         self.running: list[Running] = []
         self.num_preemptions = 0
         self.tokens_cached = 0
+        self.tokens_cached_shared = 0  # of these, those that another session had computed
         self.tokens_loaded = 0
         self.tokens_prefilled = 0
         self.tokens_replayed = 0
@@ -465,7 +466,9 @@ class Scheduler:
             replayed = int((computed < request.num_known).sum())
             outcome = Outcome("", None, [], 0, plan.num_computed - replayed, replayed, [])
             outcome.cached_tokens = n - plan.num_computed - plan.num_forgotten
+            num_own = request.num_known - plan.timeline.layout_at(n).num_forgotten_in(0, request.num_known) - replayed
             self.tokens_cached += outcome.cached_tokens
+            self.tokens_cached_shared += outcome.cached_tokens - num_own
             self.tokens_prefilled += outcome.prefilled_tokens
             if request.num_prompt_logprobs is not None:
                 outcome.prompt_scores = [None] * n
@@ -514,6 +517,7 @@ class Scheduler:
             outcome.prefilled_tokens += prefilled
             outcome.replayed_tokens += replayed
             self.tokens_cached -= len(more)
+            self.tokens_cached_shared -= prefilled
         running.lease, running.plan, running.todo, running.view = self.cache.open(plan), plan, deque(plan.todo), None
         self.cache.close(before)
 

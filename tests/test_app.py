@@ -466,9 +466,8 @@ def test_tokenizing_rendering_and_the_small_routes(client: httpx.Client, api: Op
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/version").json()["version"]
     stats = client.get("/v1/cache/stats").json()
-    metrics = dict(line.split() for line in client.get("/metrics").text.splitlines() if not line.startswith("#"))
-    assert int(metrics["akv_pages_total"]) == stats["pages_total"] == POOL_TOKENS // 16
-    assert int(metrics["akv_tokens_prefilled_total"]) == stats["tokens_prefilled"] > 0
+    assert stats["pages_total"] == POOL_TOKENS // 16
+    assert stats["tokens_prefilled"] > 0
 
 
 def test_every_reply_has_a_request_id(client: httpx.Client) -> None:
