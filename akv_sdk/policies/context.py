@@ -13,10 +13,11 @@ restored stays. It all holds by construction: a policy chooses among targets, an
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from akv_sdk.types import Block, Mark, Marking, MessageSpan, Op, Span
 
@@ -132,9 +133,9 @@ class Context:
         return replace(self, ops=[*self.ops, *(Op(op="drop", at=at, start=start, end=end) for start, end in spans)])
 
     def _find_targets(self) -> Iterator[Target]:
-        ever_dropped = union((op.start, op.end) for op in self.ops if op.op == "drop" and op.end is not None)
+        ever_dropped = _first_drops(self.ops)
         pinned = [mark.span for mark in self.marks if mark.span is not None and mark.pinned]
-        never = union([(0, NUM_SINK_TOKENS), *pinned, *ever_dropped])
+        never = union([(0, NUM_SINK_TOKENS), *pinned, *((start, end) for start, end, _ in ever_dropped)])
         calls = _calls(self.messages)
         for span in self.spans:
             message = self.messages[span.message] if span.message < len(self.messages) else {}
@@ -145,21 +146,22 @@ class Context:
                 is_observation = block.kind == "observation"
                 call_id = span.tool_call_id if is_observation else block.tool_call_id
                 is_orphan = is_observation and call_id is not None and call_id not in names
-                drops = [op for op in self.ops if op.op == "drop" and _overlap(op, block)]
+                whole = block.start, block.end
+                droppable = _droppable(block, marking)
                 yield Target(
                     kind=block.kind,
                     message=span.message,
                     block=block.id or None,
                     start=block.start,
                     end=block.end,
-                    parts=tuple(subtract(_droppable(block, marking), never)),
+                    parts=tuple(subtract(droppable, _within(never, droppable))),
                     tool=message.get("name") or (None if call_id is None else names.get(call_id)),
                     call=None if call_id is None or is_orphan else (caller, call_id),
                     is_orphan=is_orphan,
                     text=text_of(message, block.id or None) if is_observation else "",
                     tags=frozenset(marking.tags),
-                    dropped_at=min((op.at for op in drops), default=None),
-                    is_whole=not any(start < block.end and block.start < end for start, end in self.dropped),
+                    dropped_at=min((at for _, _, at in _within(ever_dropped, whole)), default=None),
+                    is_whole=not _within(self.dropped, whole),
                 )
 
     def _blocks(self, span: MessageSpan, message: Message) -> Iterator[tuple[Block, Marking]]:
@@ -308,10 +310,10 @@ def dropped_spans(ops: Iterable[Op]) -> list[Span]:
     dropped: list[Span] = []
     for op in ops:
         if op.op == "drop" and op.end is not None:
-            dropped = union([*dropped, (op.start, op.end)])
+            dropped.append((op.start, op.end))
         elif op.op == "restore" and op.end is not None:
             dropped = [part for span in dropped for part in subtract(span, [(op.start, op.end)])]
-    return dropped
+    return union(dropped)
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
@@ -342,5 +344,22 @@ def measure(spans: Iterable[Span]) -> int:
     return sum(end - start for start, end in spans)
 
 
-def _overlap(op: Op, block: Block) -> bool:
-    return op.end is not None and op.start < block.end and block.start < op.end
+def _first_drops(ops: Iterable[Op]) -> list[tuple[int, int, int]]:
+    """All that was ever dropped, as disjoint ascending `(start, end, at)` with the stream length of its first drop."""
+    found: list[tuple[int, int, int]] = []
+    for op in ops:  # ascending in `at`
+        if op.op == "drop" and op.end is not None:
+            known = [(start, end) for start, end, _ in _within(found, (op.start, op.end))]
+            for start, end in subtract((op.start, op.end), known):
+                insort(found, (start, end, op.at))
+    return found
+
+
+P = TypeVar("P", bound=tuple[int, ...])
+
+
+def _within(parts: list[P], span: Span) -> list[P]:
+    """Those of disjoint ascending parts `(start, end, …)` that share an index with the span."""
+    first = bisect_right(parts, span[0], key=lambda part: part[1])
+    last = bisect_left(parts, span[1], key=lambda part: part[0])
+    return parts[first:last]
