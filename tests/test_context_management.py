@@ -7,8 +7,10 @@ from when on, once, and at what cost.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -59,7 +61,11 @@ def name(server: Server) -> Iterator[str]:
 
 def chat(api: OpenAI, messages: list[JSON], *, max_tokens: int = 2, **extra: Any) -> Any:
     return api.chat.completions.create(
-        model="default", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=extra
+        model="default",
+        messages=messages,  # type: ignore[arg-type]
+        max_tokens=max_tokens,
+        temperature=0,
+        extra_body=extra,
     )
 
 
@@ -217,7 +223,7 @@ def test_what_was_there_before_goes_before_the_new_tokens_are_computed(api: Open
 
 def test_without_a_session_an_edit_works_on_the_requests_own_stream(api: OpenAI, name: str) -> None:
     messages = talk(3)
-    extra = {"cache_salt": name, "context_management": clearing(keep=1)}
+    extra: JSON = {"cache_salt": name, "context_management": clearing(keep=1)}
     first = chat(api, messages, **extra)
     assert first.akv["session"] is None
     assert first.akv["applied_edits"][0]["cleared_tool_uses"] == 2
@@ -287,6 +293,30 @@ def test_a_wrong_edit_is_refused_by_name_and_changes_nothing(
 
     assert refusal(ask) == ("invalid_request", param)
     assert client.get(f"/v1/cache/sessions/{name}").status_code == 404
+
+
+def test_the_guide_shows_what_works(api: OpenAI, name: str) -> None:
+    guide = Path(__file__).resolve().parents[1] / "docs" / "context-management.md"
+    bodies = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", guide.read_text(), re.DOTALL)]
+    assert ["context_management" in body for body in bodies] == [False, True]
+    for body in bodies:
+        body["akv"]["session"] = name
+        reply = chat(api, talk(4), **body)
+    assert [edit["type"] for edit in reply.akv["applied_edits"]] == ["clear_tool_uses_20250919"]
+
+
+def test_tags_of_swe_agent_reach_the_policies_of_a_session(server: Server) -> None:
+    with akv_sdk.Client(server.url, timeout_s=60) as client, client.session(messages=talk(4)) as session:
+        session.messages[3]["tags"] = ["remove_output"]
+        session.messages[5]["tags"] = ["keep_output"]
+        session.mark(5)
+        session.mark(7)
+        session.complete(max_tokens=1, temperature=0)
+        assert session.apply(LastNObservations(9)) is not None
+        first = (session.spans[3].content_start, session.spans[3].content_end)
+        assert [(op.start, op.end) for op in session.ops] == [first]
+        assert session.apply(LastNObservations(0)) is not None
+        assert len(session.ops) == 2, "what keep_output says stays"
 
 
 def test_a_text_completion_says_that_it_has_no_edits(client: httpx.Client) -> None:
@@ -481,7 +511,8 @@ def test_one_result_larger_than_everything_is_one_drop_or_a_clear_error(api: Ope
     huge = result(1, "all work and no play " * 400)
     messages = [SYSTEM, TASK, calling(1), huge]
     assert refusal(lambda: chat(api, messages, akv={"session": f"{name}-2"}))[0] == "context_length_exceeded"
-    for extra in ({"akv": {"session": f"{name}-2"}}, {}):
+    extras: list[JSON] = [{"akv": {"session": f"{name}-2"}}, {}]
+    for extra in extras:
         reply = chat(api, messages, context_management=budget, **extra)
         (op,) = reply.akv["ops"]
         assert (op["mode"], op["at"]) == ("forget", op["start"])
