@@ -12,8 +12,8 @@ demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dro
 test: $(VENV)/.dev  ## set up and run all tests
 	$(BIN)/python -m pytest
 
-soak: $(VENV)/.dev  ## the long form of the random tests: 100,000 steps of the cache
-	AKV_SOAK=1 $(BIN)/python -m pytest tests/test_cache.py
+soak: $(VENV)/.dev  ## the long form of the random tests: 100,000 steps of the cache, 60 kills of the server
+	AKV_SOAK=1 $(BIN)/python -m pytest tests/test_cache.py tests/test_journal.py
 
 check: $(VENV)/.dev  ## types and lint
 	$(BIN)/ruff check .

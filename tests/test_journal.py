@@ -502,11 +502,38 @@ def test_the_sdk_makes_an_expired_session_anew(loaded: LoadedModel) -> None:
 # Kill -9 -------------------------------------------------------------------------------------------------------------
 
 
+class Reaper:
+    """Kills a server, again and again, at some moment after one of the next requests was sent."""
+
+    def __init__(self, forge: Forge, num_kills: int) -> None:
+        self.num_left = num_kills
+        self._forge = forge
+        self._rng = Random(time.time_ns())
+        self._timer = threading.Timer(0, lambda: None)
+        self._countdown = 1
+
+    def sending(self) -> None:
+        self._countdown -= 1
+        if self._countdown == 0 and self.num_left:
+            longest_s = self._rng.choice([0.004, 0.02, 0.1])  # about what an op, a short and a long answer take
+            self._timer = threading.Timer(self._rng.uniform(0, longest_s), self._kill)
+            self._timer.start()
+
+    def _kill(self) -> None:
+        self._forge.kill()
+        self.num_left -= 1
+
+    def lost(self) -> None:
+        self._timer.join()
+        self._countdown = self._rng.randrange(1, 6)
+        self._forge.start()
+
+
 class Agent:
     """A scripted conversation, the same for the same seed: completions (whole or streamed), drops and moves. Each
-    request is sent again, under the same key, until it is answered; `lost()` is called each time it is not."""
+    request is sent again, under the same key, until it is answered."""
 
-    def __init__(self, url: str, seed: int, lost: Any) -> None:
+    def __init__(self, url: str, seed: int, reaper: Reaper | None = None) -> None:
         self.name = f"agent-{seed}"
         self.answers: list[list[int]] = []
         self.ops: list[Any] = []  # as acknowledged
@@ -514,7 +541,7 @@ class Agent:
         self.asked: str | None = None  # the op that is not acknowledged yet
         self.num_found = 0  # of those that a killed server had made durable before it died
         self._rng = Random(seed)
-        self._lost = lost
+        self._reaper = reaper
         self._is_restarted = False
         self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
@@ -534,7 +561,7 @@ class Agent:
         body |= {"return_token_ids": True, "akv": {"session": self.name}}
         data = self._ask("/v1/chat/completions", body, stream)
         if stream:
-            chunks = [types_json for types_json in map(_event, data.split("\n\n")) if types_json]
+            chunks = [event for event in map(_event, data.split("\n\n")) if event]
             ids = [i for c in chunks for choice in c["choices"] for i in choice.get("token_ids") or []]
             text = "".join(choice["delta"].get("content") or "" for c in chunks for choice in c["choices"])
             akv = chunks[-1]["akv"]
@@ -562,13 +589,16 @@ class Agent:
             try:
                 if was_lost:
                     self._check()
+                if self._reaper:
+                    self._reaper.sending()
                 reply = self._http.post(route, json=body, headers={"Idempotency-Key": key})
                 assert reply.status_code == 200, reply.text
                 if not stream or reply.text.endswith("data: [DONE]\n\n"):
                     return reply.text
             except httpx.TransportError:
                 pass
-            self._lost()
+            assert self._reaper
+            self._reaper.lost()
             self._is_restarted = was_lost = True
 
     def _check(self) -> None:
@@ -593,35 +623,18 @@ def _event(text: str) -> Any:
 def test_kill_9_at_any_moment(path: Path, tmp_path: Path) -> None:
     """What was acknowledged is there, nothing is there twice, and every answer is the one of an undisturbed run."""
     model = tiny_model(tmp_path)
-    rng = Random(time.time_ns())
-    num_kills = 0
     agents: list[Agent] = []
     options = ["--model", str(model), "--weights", "float32", "--pool-tokens", "4096", "--state", str(path)]
     with Forge(*options) as forge:
-        url = forge.start()
-        timer = threading.Timer(0, lambda: None)
-
-        def arm() -> None:
-            nonlocal timer, num_kills
-            if num_kills < NUM_KILLS:
-                num_kills += 1
-                timer = threading.Timer(rng.uniform(0, 0.3), forge.kill)
-                timer.start()
-
-        def restart() -> None:
-            timer.join()
-            forge.kill()
-            forge.start()
-            arm()
-
-        arm()
-        while num_kills < NUM_KILLS or timer.is_alive():
-            agents.append(Agent(url, len(agents), restart))
+        url, reaper = forge.start(), Reaper(forge, NUM_KILLS)
+        while reaper.num_left:
+            agents.append(Agent(url, len(agents), reaper))
             agents[-1].run()
     with serving_model(load_tiny(tmp_path, name="undisturbed")) as server:
         for seed, agent in enumerate(agents):
-            undisturbed = Agent(server.url, seed, pytest.fail)
+            undisturbed = Agent(server.url, seed)
             undisturbed.run()
             assert agent.answers == undisturbed.answers
             assert agent.ops == undisturbed.ops
-    print(f"{num_kills} kills, {sum(agent.num_found for agent in agents)} ops durable but not answered")
+    num_found = sum(agent.num_found for agent in agents)
+    print(f"{NUM_KILLS} kills; {num_found} of {8 * len(agents)} ops were durable and not answered when the server died")

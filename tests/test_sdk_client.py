@@ -27,7 +27,7 @@ CHOICE = {"index": 0, "message": {"role": "assistant", "content": "hello"}, "fin
 COMPLETION = {"id": "c", "model": "m", "choices": [CHOICE], "usage": USAGE, "akv": AKV}
 LAYOUT = {"session": "s", "stream_tokens": 9, "visible_tokens": 9, "dropped_tokens": 0, "next_position": 9}
 INFO = {**LAYOUT, "resident_tokens": 9, "pages": 1, "fragmentation": 0.4, "generating": False, "idle_s": 0.1}
-STATS_FIELDS = akv_sdk.CacheStats.model_fields
+STATS = {**dict.fromkeys(akv_sdk.CacheStats.model_fields, 3), "fragmentation": [3] * 10}
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -118,7 +118,7 @@ def whole_stream() -> Chunks:
         ),
         (lambda c: c.models()[0].id, "GET", "/v1/models", {"object": "list", "data": [{"id": "m"}]}, "m"),
         (lambda c: c.health(), "GET", "/health", {}, True),
-        (lambda c: c.stats().steps, "GET", "/v1/cache/stats", dict.fromkeys(STATS_FIELDS, 3), 3),
+        (lambda c: c.stats().steps, "GET", "/v1/cache/stats", STATS, 3),
         (lambda c: c.drop("s", blocks=["b"]).next_position, "POST", "/v1/cache/drop", LAYOUT, 9),
         (lambda c: c.restore("s", spans=[(0, 3)]).next_position, "POST", "/v1/cache/restore", LAYOUT, 9),
         (lambda c: c.repos("s", 3, None, -2).next_position, "POST", "/v1/cache/repos", LAYOUT, 9),
