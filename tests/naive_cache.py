@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,8 +23,14 @@ from tests.test_ops import Naive
 MAX_TOKENS = 40
 SALTS = ("a", "b")
 
-Written = tuple[str, int, int]
-"""What a slot holds: the salt, the number of all that its token saw, and the shift its key is rotated by."""
+
+class Written(NamedTuple):
+    """What a slot holds."""
+
+    salt: str
+    number: int  # of all that its token saw
+    shift: int  # that its key is rotated by
+    is_turned: bool = False  # once more since it was written
 
 
 class Story:
@@ -54,6 +60,17 @@ class Truth:
         self._stories: dict[tuple[bytes, tuple], Story] = {}
         self._views: dict[tuple, Naive | None] = {(): Naive()}
         self._numbers: dict[Any, int] = {}
+        self._meanings: dict[Any, int] = {}
+
+    def meaning(self, story: Story, num_tokens: int) -> tuple[int, ...]:
+        """Equal for streams whose first tokens were computed under equal layouts, in whatever words."""
+        found: list[int] = []
+        for i in range(num_tokens):
+            view = story.views[i]
+            if not i or view is not story.views[i - 1]:
+                number = self._meanings.setdefault((tuple(view.state), tuple(view.shift)), len(self._meanings))
+            found.append(number)
+        return tuple(found)
 
     def view(self, history: tuple) -> Naive | None:
         """The layout after all ops of a history; None where one of them cannot hold."""
@@ -110,6 +127,24 @@ class Run:
         return {i for span, start, end in self.pending if not span.resident for i in range(start, end)}
 
 
+class Tier:
+    """Blocks by key, as the cache sees a tier; and what it holds under each."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.is_faster = True
+        self.blocks: dict[bytes, list[tuple[Written, int]]] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.blocks
+
+    def store(self, key: bytes, slots: Any, written: Any) -> None:
+        assert key not in self.blocks
+        kv = self._world.kv
+        self.blocks[key] = [(kv[slot], shift) for slot, shift in zip(slots.tolist(), written.tolist(), strict=True)]
+        self._world.happened["stored"] += 1
+
+
 class World:
     """One cache and everybody who uses it."""
 
@@ -118,8 +153,14 @@ class World:
     ) -> None:
         self.random = random.Random(seed)
         self.ops, self.span = ops, cache.Span
-        self.page_size, self.num_pages, self.self_check = page_size, num_pages, self_check
-        self.cache = cache.Cache(num_pages, page_size, self._copy_page)
+        self.page_size, self.self_check = page_size, self_check
+        self.is_calm = self.random.random() < 0.4  # few streams have anything in common, and there is room
+        self.num_pages = num_pages = 2 * num_pages if self.is_calm else num_pages
+        self.tier = Tier(self)
+        self.cache = cache.Cache(
+            num_pages, page_size, self._copy_page, compact_above=self.random.choice([0, 0.3]), tier=self.tier
+        )
+        self.block_names: dict[Any, bytes] = {}  # what a block is, and the key it goes by
         self.truth = Truth()
         self.kv: dict[int, Written] = {}
         self.streams: list[Stream] = [self._new_stream() for _ in range(3)]
@@ -136,9 +177,12 @@ class World:
             self._open: 14,
             self._write_text: 8,
             self._edit: 16,
-            self._fork: 8,
+            self._fork: 1 if self.is_calm else 8,
             self._close_some: 5,
-            self._evict_some: 4,
+            self._evict_some: 2 if self.is_calm else 4,
+            self._compact: 8,
+            self._thin_out: 6,
+            self._disturb_tier: 2,
         }
         self.random.choices(list(actions), list(actions.values()))[0]()
         self.check()
@@ -218,8 +262,10 @@ class World:
         truth = story.kv[index]
         assert truth is not None, f"forgotten token {index} has KV"
         assert slot in self.kv, f"token {index}: slot {slot} is empty"
-        assert self.kv[slot] == (salt, *truth), f"token {index}: slot {slot} was computed otherwise"
-        assert written == truth[1], f"token {index}: written shift {written}, computed under {truth[1]}"
+        found = self.kv[slot]
+        assert found[:2] == (salt, truth[0]), f"token {index}: slot {slot} was computed otherwise"
+        assert found.is_turned or found.shift == truth[1], f"token {index}: written for {found.shift}, not {truth[1]}"
+        assert written == found.shift, f"token {index}: its key stands at shift {found.shift}, not {written}"
 
     def _probe(self) -> None:
         """Plans some stream, or one that nearly is it, without running it."""
@@ -255,18 +301,43 @@ class World:
         wanted = set() if outputs == "none" else {sources[-1]}
         if outputs == "all":
             wanted |= set(sources) - resident
+        loadable = self._loadable(stream, story, plan, resident) - wanted
         stack, needed = sorted(wanted | set(story.sees(n)) - resident), set()
         while stack:
             i = stack.pop()
             if i not in needed:
                 needed.add(i)
-                stack += set(story.sees(i)) - resident
-        assert {(i, i in resident) for i in needed} == {
-            (i, span.resident) for span in plan.todo for i in range(span.start, span.end)
+                if i not in loadable:
+                    stack += set(story.sees(i)) - resident
+        assert {(i, i in resident, i in loadable) for i in needed} == {
+            (i, span.resident, span.loads) for span in plan.todo for i in range(span.start, span.end)
         }, "the plan computes other tokens than are needed"
-        assert plan.num_computed == len(needed - resident)
+        assert plan.num_computed == len(needed - resident - loadable)
+        assert plan.num_loaded == len(needed & loadable)
         assert plan.num_forgotten == sum(s == "f" for s in story.views[n].state[:n])
         return plan
+
+    def _loadable(self, stream: Stream, story: Story, plan: Any, resident: set[int]) -> set[int]:
+        """Tokens that the tier can bring back. A block has one key in whatever words its history is told, and a key
+        stands for one block."""
+        size, loadable = self.page_size, set()
+        if not self.tier.is_faster:
+            assert plan.keys == {}
+            return loadable
+        for block in range(len(stream.tokens) // size):
+            inside = set(range(block * size, (block + 1) * size)) - resident
+            end = (block + 1) * size
+            name = (stream.salt, bytes(stream.tokens[:end]), self.truth.meaning(story, end))
+            if key := plan.keys.get(block):
+                assert inside
+                assert self.block_names.setdefault(name, key) == key, "a block goes by two keys"
+                for (written, shift), truth in zip(self.tier.blocks[key], story.kv[end - size : end], strict=True):
+                    assert truth is None or written[:2] == (stream.salt, truth[0]), "another block goes by this key"
+                    assert truth is None or written.shift == shift, "a block is kept with another shift"
+                loadable |= inside
+            elif inside:
+                assert self.block_names.get(name) not in self.tier.blocks, "a block is not found"
+        return loadable
 
     def _is_all_there(self, run: Run) -> None:
         """A stream that was just computed and published is found whole, whatever words its history is told in."""
@@ -356,6 +427,23 @@ class World:
             stream.history = history
             self.happened[kind] += 1
 
+    def _thin_out(self) -> None:
+        """Many small drops, which leave a little to see in every page, for a while or for good."""
+        stream = self._some_stream()
+        n = len(stream.tokens)
+        if n < 12 or len(stream.history) > 3:
+            return
+        width, repos = self.random.randint(1, 3), self.random.random() < 0.8
+        starts = range(self.random.randint(0, 3), n - 4, 4)
+        stream.history += tuple(self.ops.Op("drop", n, start, start + width, 0, repos) for start in starts)
+        before = list(self.runs)
+        self._open(stream)
+        for run in [run for run in self.runs if run not in before]:
+            while run in self.runs and (run.pending or run.todo):
+                self._go_on(run)
+        for _ in range(self.random.randint(0, 3)):
+            self._compact()
+
     def _fork(self) -> None:
         """A second stream with the beginning of another, under its history or less of it, or with another salt."""
         stream = self.random.choice(self.streams)
@@ -375,8 +463,8 @@ class World:
 
     # What a scheduler does -----------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        stream = self._some_stream()
+    def _open(self, stream: Stream | None = None) -> None:
+        stream = stream or self._some_stream()
         outputs = self.random.choice(["last", "last", "last", "none", "all"])
         plan = self._plan(stream, outputs)
         if len(self.runs) >= 5 or plan is None or not self.cache.fits_alone(plan):
@@ -411,9 +499,10 @@ class World:
 
     def _advance(self) -> None:
         """Some sequence comes a bit further: its next chunks are reserved, or computed, or it gets a token."""
-        if not self.runs:
-            return
-        run = self.random.choice(self.runs)
+        if self.runs:
+            self._go_on(self.random.choice(self.runs))
+
+    def _go_on(self, run: Run) -> None:
         if run.pending:
             self._commit(run)
             return
@@ -447,9 +536,17 @@ class World:
         return True
 
     def _commit(self, run: Run) -> None:
-        """Computes what is pending from what is really in the slots, then publishes and releases."""
+        """Computes what is pending from what is really in the slots, or loads it, then publishes and releases."""
         lease, story = run.lease, self._story(run)
+        done, is_lost = [], False
         for span, start, end in run.pending:
+            if span.loads:
+                came = self._load(run, start, end)
+                is_lost = came < end
+                done += [(span, came)] if came > start else []
+                if is_lost:
+                    break
+                continue
             for i in range(start, end):
                 for j in [*story.sees(i), *([i] if span.resident else [])]:
                     assert lease.slots[j] >= 0, f"token {j}, seen by token {i}, is not held"
@@ -457,13 +554,14 @@ class World:
                 if not span.resident:
                     truth = story.kv[i]
                     assert truth is not None
-                    self._write(int(lease.slots[i]), (lease.salt, *truth))
-        publishes = self.random.random() < 0.85
-        pending, run.pending = run.pending, []
+                    self._write(int(lease.slots[i]), Written(lease.salt, *truth))
+            done.append((span, end))
+        publishes = is_lost or self.random.random() < 0.85
+        run.pending = []
         version = lease.version
-        for span, _, end in pending:
+        for span, end in done:
             if end < span.end:
-                run.todo[0] = self.span(end, span.end, span.layout, span.phase, span.resident)
+                run.todo[0] = replace(span, start=end)
             else:
                 run.todo.pop(0)
             if publishes:
@@ -471,8 +569,24 @@ class World:
                 self.cache.release(lease, run.todo[0].phase if run.todo else run.plan.num_phases)
                 self._is_released(run, story)
         self.happened["adopted"] += lease.version > version
-        if publishes and not run.todo and end == lease.num_tokens:
+        if is_lost:  # it would be planned anew
+            self.happened["load failed"] += 1
+            self.runs.remove(run)
+            self.cache.close(lease)
+        elif publishes and not run.todo and end == lease.num_tokens:
             self._is_all_there(run)
+
+    def _load(self, run: Run, start: int, end: int) -> int:
+        """Copies what the tier has, as long as it has it; returns the index it came to."""
+        lease = run.lease
+        for i in range(start, end):
+            block = self.tier.blocks.get(run.plan.keys[i // self.page_size])
+            if block is None:
+                return i
+            written, lease.written[i] = block[i % self.page_size]
+            self._write(int(lease.slots[i]), written)
+            self.happened["loaded"] += 1
+        return end
 
     def _is_released(self, run: Run, story: Story) -> None:
         """Nothing is held that neither the end nor a span still to be run sees."""
@@ -509,6 +623,38 @@ class World:
         for before, run in zip(held, self.runs, strict=True):
             assert (run.lease.slots == before).all()
         self.happened["evicted"] += pool.num_free > free
+
+    def _compact(self) -> None:
+        """A piece of compaction, as between two steps."""
+        if self.random.random() < 0.3 and not self.cache.pool.num_free:
+            self.cache.tree.evict(2)  # there must be somewhere to gather them
+        max_tokens = self.random.randint(2, 6) * self.page_size
+        found = self.cache.plan_compaction(max_tokens)
+        if found is None:
+            self.cache.settle()
+            return
+        if any(run.pending and found.owner is run.lease for run in self.runs):
+            return  # it has slots that nothing was written to yet
+        assert 0 < len(found.slots) <= max_tokens
+        assert -(-len(found.slots) // self.page_size) < found.num_pages
+        self.cache.compact(found, self._move)
+        for edge in self.cache.tree.edges():
+            assert not set(edge.slots.tolist()) & set(found.slots.tolist()), "the tree was not told of a move"
+        self.happened["compacted"] += 1
+
+    def _move(self, sources: Any, targets: Any, deltas: Any) -> None:
+        for source, target, delta in zip(sources.tolist(), targets.tolist(), deltas.tolist(), strict=True):
+            written = self.kv[source]
+            assert not (delta and written.is_turned), "a key is turned twice"
+            self.happened["turned"] += delta != 0
+            turned = written._replace(shift=written.shift + delta, is_turned=written.is_turned or delta != 0)
+            self._write(target, turned)
+
+    def _disturb_tier(self) -> None:
+        """It loses blocks, or is slow for a while."""
+        for key in self.random.sample(sorted(self.tier.blocks), len(self.tier.blocks) // 3):
+            del self.tier.blocks[key]
+        self.tier.is_faster = self.random.random() < 0.8
 
 
 def drive(seed: int, num_steps: int, ops: ModuleType, cache: ModuleType, *, self_check: bool = True) -> Counter[str]:
