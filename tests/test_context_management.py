@@ -620,6 +620,9 @@ def test_auto_and_a_client_that_drops_when_the_room_is_used(client: httpx.Client
 
     call("/v1/completions", prompt=list(range(3, 253)) * 6, max_tokens=0, akv={"session": name})
     call("/v1/cache/drop", session=name, spans=[[100, 200]], repos=False)
+    open_gap = call("/v1/completions", prompt=list(range(3, 253)) * 6 + [7] * 100, max_tokens=0, akv={"session": name})
+    assert open_gap["akv"]["next_position"] == 1600, "nobody said auto yet"
+    call("/v1/completions", prompt=list(range(3, 253)) * 6, max_tokens=0, akv={"session": name})
     call("/v1/cache/drop", session=name, spans=[[300, 400]], repos="auto")
     call("/v1/completions", prompt=list(range(3, 253)) * 6 + [7] * 30, max_tokens=0, akv={"session": name})
     call("/v1/cache/repos", session=name, start=1530, end=None, delta=10)
