@@ -248,8 +248,6 @@ class Journal:
 
     def _save(self, key: Key, saved: Saved, used_s: float) -> None:
         known = self._staged[key] if key in self._staged else self._known.get(key)
-        if known is None:
-            self._delete(key)
         tenant, name = key
         lists = _lists(saved)
         lengths = [len(saved.stream.tokens), *map(len, lists)]

@@ -309,23 +309,31 @@ def test_nothing_is_acknowledged_before_it_is_durable(path: Path) -> None:
         run(work(journal))
 
 
-def test_an_op_that_nobody_waits_for_any_more_is_still_durable_before_its_repetition_is_answered(path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_repeated_op_is_not_answered_before_the_first_one_is_durable(path: Path, fails: bool) -> None:
+    """Whoever sent the first one waits for it no longer, so the repetition changes nothing; but it must be written."""
+
     async def work(journal: Slow) -> None:
+        async def written(num_writes: int) -> None:
+            while len(journal.asked) < num_writes:
+                await asyncio.sleep(0.001)
+
         sessions, _ = make(journal)
-        task = asyncio.create_task(feed(sessions, "s", list(range(100))))
-        while not journal.asked:
-            await asyncio.sleep(0.001)
+        turn = asyncio.create_task(feed(sessions, "s", list(range(100))))
+        await written(1)
         journal.asked[0].set_result(None)
-        await task
-        task = asyncio.create_task(sessions.drop("", op()))
-        while len(journal.asked) == 1:
-            await asyncio.sleep(0.001)
-        task.cancel()
+        await turn
+        first = asyncio.create_task(sessions.drop("", op()))
+        await written(2)
+        first.cancel()
+        await asyncio.wait([first])
+        if fails:
+            journal.asked[1].set_exception(AkvError("internal_error", "the disk is full"))
         again = asyncio.create_task(sessions.drop("", op()))
         await asyncio.sleep(0.02)
-        assert task.cancelled()
         assert not again.done()
-        journal.asked[1].set_result(None)
+        await written(3 if fails else 2)
+        journal.asked[-1].set_result(None)
         reply = await again
         assert (reply.changed, len(reply.ops)) == (0, 1)
 
