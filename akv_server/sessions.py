@@ -390,6 +390,7 @@ class Sessions:
     @asynccontextmanager
     async def _idle(self, tenant: str, name: str) -> AsyncIterator[Session]:
         """The session once nothing generates on it, held until the block ends."""
+        self.expire()
         session = self._sessions.get((tenant, name)) or self._get(tenant, name)
         async with session.lock:
             if self._get(tenant, name) is not session:  # deleted and made anew while this waited

@@ -20,12 +20,12 @@ import pytest
 
 import akv_sdk
 from akv_sdk import types
-from akv_server import cli
+from akv_server import cli, serving
 from akv_server.errors import AkvError
 from akv_server.journal import Done, Journal, Saved
 from akv_server.loader import LoadedModel
 from akv_server.ops import Op, Timeline
-from akv_server.sessions import MAX_KEYS, Sessions
+from akv_server.sessions import DAY_S, MAX_KEYS, MAX_SESSIONS, Sessions
 from akv_server.streams import Block, Message, Stream, continued, drop, named_spans
 from tests.models import tiny_model
 from tests.processes import Forge
@@ -72,7 +72,8 @@ def evolved(saved: Saved, rng: Random) -> Saved:
                 identity(rng), "tool", start, len(after.tokens), start, start, "id", (block,), is_open=True
             )
             after = replace(after, messages=(*after.messages, message))
-        return replace(saved, stream=replace(after, num_known=len(after.tokens)))
+        after = replace(after, num_known=len(after.tokens), closes_gaps=rng.random() < 0.5)
+        return replace(saved, stream=after)
     if kind == 3:
         done = Done(uuid.uuid4().hex, "request", 3, (Op("repos", n, 0, None, delta=-4),))
         return replace(saved, salt=f"salt {rng.randrange(3)}", done=(*saved.done[-5:], done))
@@ -198,6 +199,21 @@ def test_the_command_refuses_before_it_loads_anything(path: Path, capsys: pytest
     path.write_text("not a state file" * 100)
     assert cli.main(["serve", "--model", "no-such-model", "--port", "0", "--state", str(path)]) == 1
     assert f"akv: the state file {path} cannot be used" in capsys.readouterr().err
+
+
+def test_the_commands_options_arrive(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    services: list[Any] = []
+    monkeypatch.setattr(serving, "serve", lambda listener, service, api_keys: services.append(service))
+    options = ["--model", str(tiny_model(tmp_path)), "--weights", "float32", "--port", "0", "--pool-tokens", "64"]
+    with closing(Journal(path)) as journal:
+        journal.save("", "s", Saved("", Stream([1])), time.time())
+    for more, limits in [([], (DAY_S, MAX_SESSIONS)), (["--session-ttl", "7", "--max-sessions", "5"], (7, 5))]:
+        assert cli.main(["serve", *options, "--state", str(path), *more]) == 0
+        assert f"state    {path}, 1 sessions" in capsys.readouterr().out
+        sessions = services.pop().sessions
+        assert (sessions._ttl_s, sessions._max_sessions) == limits
 
 
 def test_a_model_is_the_same_under_any_name_and_another_is_not(tmp_path: Path) -> None:
@@ -386,6 +402,8 @@ def test_idle_sessions_expire(path: Path) -> None:
         await sessions.drop("", op("used"))
         await sessions.info("", "old")  # to look at a session is not to use it
         clock.now_s += 40
+        with refused("session_not_found", "session"):
+            await sessions.drop("", op("old", 0, 1))
         with refused("session_not_found", "session"):
             await sessions.info("", "old")
         assert [info.session for info in (await sessions.list("")).data] == ["used"]
