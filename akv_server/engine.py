@@ -21,11 +21,12 @@ from torch import Tensor
 
 from akv_server.cache import Cache
 from akv_server.errors import AkvError
+from akv_server.graphs import DecodeGraphs, capture_cuda_graphs
 from akv_server.kv import KV
 from akv_server.model import Model, StepInput
 from akv_server.ops import History, Timeline
 from akv_server.radix import Array, visible_mask
-from akv_server.sampler import logprobs, sample
+from akv_server.sampler import Draw, logprobs, sample
 from akv_server.scheduler import GeneratedToken, Request, Running, Scheduler, Score, State, Step
 from akv_server.tier import File, Memory, Storage, Tier
 
@@ -64,6 +65,8 @@ class Engine:
         self.model = model
         self.config = config
         self.kv = KV(model, config.num_pages, config.page_size)
+        self.forward = self._graphs().forward if model.device.type == "cuda" else self._forward
+        self._draw: Draw | None = getattr(model.backend, "sample", None)
         self.tier = self._make_tier()
         self.cache = Cache(
             config.num_pages,
@@ -85,13 +88,20 @@ class Engine:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
+    def _graphs(self) -> DecodeGraphs:
+        pages = self.kv.k_pages, self.kv.v_pages
+        return DecodeGraphs(self.model, *pages, capture_cuda_graphs(), max_rows=self.config.max_running)
+
     def _make_tier(self) -> Tier | None:
         config, kv = self.config, self.kv
         if config.disk_path is not None:
             model = self.model.fingerprint()
             storage: Storage = File(config.disk_path, config.disk_bytes, kv, config.page_size, model)
         elif config.host_bytes:
-            storage = Memory(config.host_bytes, kv.block_bytes(config.page_size))
+            block_bytes = kv.block_bytes(config.page_size)
+            if self.model.device.type != "cpu":
+                block_bytes = 1 << (block_bytes - 1).bit_length()  # torch rounds pinned memory up to a power of two
+            storage = Memory(config.host_bytes, block_bytes)
         else:
             return None
         flops_per_s = 5e10 if self.model.device.type == "cpu" else 1e14  # a guess, until it is measured
@@ -179,8 +189,11 @@ class Engine:
                 "waiting": len(scheduler.waiting),
                 "fragmentation": list(tree.num_by_fragmentation),
                 "tokens_cached": scheduler.tokens_cached,
-                "tokens_cached_session": scheduler.tokens_cached - scheduler.tokens_cached_shared,
-                "tokens_cached_shared": scheduler.tokens_cached_shared,
+                "tokens_cached_session": scheduler.tokens_cached_session,
+                "tokens_cached_tier": scheduler.tokens_cached_tier,
+                "tokens_cached_shared": (
+                    scheduler.tokens_cached - scheduler.tokens_cached_session - scheduler.tokens_cached_tier
+                ),
                 "tokens_loaded": scheduler.tokens_loaded,
                 "tokens_stored": self.tier.num_stored if self.tier else 0,
                 "tier_blocks": len(self.tier.storage) if self.tier else 0,
@@ -261,23 +274,24 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self, step: Step) -> tuple[dict[Running, GeneratedToken], dict[int, Score]]:
-        device = self.model.device
         begun = time.perf_counter()
         sequences = [SequencePlan(range(c.start, c.end), c.pages, c.segments) for c in step.chunks]  # type: ignore[arg-type]
-        logits = self.model.forward(
+        logits = self.forward(
             StepInput(
-                torch.from_numpy(step.token_ids).to(device),
-                torch.from_numpy(step.positions).to(device),
-                torch.from_numpy(step.write_slots).to(device),
-                build_plan(sequences, self.model.rotary, self.config.page_size).to(device),
-                torch.tensor(step.logit_rows, dtype=torch.int64, device=device),
-            ),
-            self.kv.k_pages,
-            self.kv.v_pages,
+                torch.from_numpy(step.token_ids),
+                torch.from_numpy(step.positions),
+                torch.from_numpy(step.write_slots),
+                build_plan(sequences, self.model.rotary, self.config.page_size),
+                torch.tensor(step.logit_rows, dtype=torch.int64),
+            )
         )
         results = self._sample(step, logits), self._score(step, logits)
         self._time_prefill(step, begun)
         return results
+
+    def _forward(self, step: StepInput) -> Tensor:
+        """The logits of a step that lies on the host. On a GPU `DecodeGraphs.forward` stands in its place."""
+        return self.model.forward(step.to(self.model.device), self.kv.k_pages, self.kv.v_pages)
 
     def _time_prefill(self, step: Step, begun: float) -> None:
         """Tells the tier how fast prefill is: by steps of nothing else, and not by small ones, which take as long."""
@@ -292,13 +306,15 @@ class Engine:
         chunks = [chunk for chunk in step.chunks if chunk.samples]
         if not chunks:
             return {}
-        rows = logits[[place[c.first_row + c.end - c.start - 1] for c in chunks]]
+        rows = logits  # as many as sample: those, in their order
+        if len(chunks) < len(step.logit_rows):
+            rows = logits[[place[c.first_row + c.end - c.start - 1] for c in chunks]]
         for chunk in chunks:
             if chunk.running.carried is None:
                 chunk.running.carried = chunk.running.request.sampling.generator()
         params = [chunk.running.request.sampling for chunk in chunks]
         generators = [chunk.running.carried for chunk in chunks]
-        ids = sample(rows, params, generators)  # type: ignore[arg-type]
+        ids = sample(rows, params, generators, self._draw)  # type: ignore[arg-type]
         sampled = {c.running: GeneratedToken(int(token)) for c, token in zip(chunks, ids.tolist(), strict=True)}
         asked = [i for i, c in enumerate(chunks) if c.running.request.num_logprobs is not None]
         if asked:

@@ -61,13 +61,21 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One forward pass over T new tokens of any number of sequences. All tensors are on the model's device."""
+    """One forward pass over T new tokens of any number of sequences. All tensors are on one device."""
 
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T] rotary position of each
     write_slots: Tensor  # int64 [T] page_id * page_size + offset, or -1: its KV is resident already
     plan: AttentionPlan  # its rows are these T tokens, in this order
     logit_rows: Tensor  # int64 [R] rows whose logits are wanted
+
+    def to(self, device: torch.device) -> StepInput:
+        """The same step with its tensors on `device`; self where they are there already."""
+        if self.token_ids.device == device:
+            return self
+        tensors = (self.token_ids, self.positions, self.write_slots, self.logit_rows)
+        token_ids, positions, write_slots, logit_rows = (t.to(device, non_blocking=True) for t in tensors)
+        return StepInput(token_ids, positions, write_slots, self.plan.to(device), logit_rows)
 
 
 def rotary_of(config: ModelConfig) -> Rotary:
@@ -184,6 +192,7 @@ class Model:
         self.backend = backend
         self.device = device
         self.kv_dtype = torch.float32 if weights == "int8" else getattr(torch, weights)
+        self._rotary_here = self.rotary.to(device)
         self._scale = config.head_dim**-0.5
         linear = _QuantizedLinear if weights == "int8" else _Linear
 
@@ -226,18 +235,15 @@ class Model:
 
     def fingerprint(self) -> bytes:
         """32 bytes that another model, or the same in other precision, does not have: a digest of the config and of all
-        weights. A tensor counts by sum of (2 i + 1) w_i over its bits as integers, mod 2**64, which no change of one
-        weight leaves as it is."""
+        weights, which are read once."""
         digest = hashlib.blake2b(repr((self.config, self.kv_dtype)).encode(), digest_size=32)
         for tensor in _tensors_of([self._embedding, self._layers, self.last_norm, self._head]):
+            digest.update(repr(tuple(tensor.shape)).encode())
             bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            bits = F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
-            total = 0
-            for begin in range(0, len(bits), 2**22):
-                part = bits[begin : begin + 2**22]
-                odd = torch.arange(begin, begin + len(part), device=part.device).mul_(2).add_(1)
-                total += int((part * odd).sum())
-            digest.update(repr((tuple(tensor.shape), total % 2**64)).encode())
+            if bits.device.type == "cpu":
+                digest.update(bits.numpy().data)
+            else:
+                digest.update(checksum(F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)).to_bytes(8, "little"))
         return digest.digest()
 
     @torch.no_grad()
@@ -251,7 +257,7 @@ class Model:
         config, eps, backend, plan = self.config, self.config.rms_norm_eps, self.backend, step.plan
         num_q, num_kv = config.num_q_heads, config.num_kv_heads
         interleaved, magnitude = self.rotary.interleaved, self.rotary.scale
-        rotation = self.rotary.table(step.positions)
+        rotation = self._rotary_here.table(step.positions)
         x, residual = F.embedding(step.token_ids, self._embedding), None  # [T, hidden]
         for number, layer in enumerate(self._layers):
             if residual is None:
@@ -282,6 +288,17 @@ class Model:
         rows = step.logit_rows
         x, _ = backend.rms_norm(x[rows], self.last_norm, eps, residual[rows])
         return self._head(x).float()
+
+
+def checksum(words: Tensor) -> int:
+    """The sum of (2 i + 1) words[i] mod 2**64, made on the device of `words` (int64 [num_words]). No change of one word
+    leaves it as it is."""
+    odd = torch.arange(1, 2**21, 2, device=words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for begin in range(0, len(words), len(odd)):
+        part = words[begin : begin + len(odd)]
+        total += (part * odd[: len(part)]).sum() + 2 * begin * part.sum()
+    return int(total) % 2**64
 
 
 def _tensors_of(part: Any) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from akv_server.cache import block_keys
 from akv_server.engine import Engine, EngineConfig
 from akv_server.errors import AkvError
 from akv_server.kv import KV
+from akv_server.model import checksum
 from akv_server.ops import Op, Timeline
 from akv_server.tier import Block, File, Memory, Rate
 from tests.models import tiny_model
@@ -250,6 +251,17 @@ def test_a_fingerprint_is_of_the_weights(path, model, tmp_path):
     assert loader.load_model(found, weights_as="int8").fingerprint() != model.fingerprint()
     again._layers[1].down.weight[3, 5] += 1e-3
     assert again.fingerprint() != model.fingerprint()
+
+
+def test_a_checksum_changes_with_every_word():
+    """As a GPU computes it, where weights are too far away to be hashed byte by byte."""
+    words = torch.randint(-(2**63), 2**63 - 1, (2**20 + 77,))
+    expected = sum((2 * i + 1) * word for i, word in enumerate(words.tolist())) % 2**64
+    assert checksum(words) == expected
+    for place in (0, 5, 2**20 - 1, 2**20, len(words) - 1):
+        changed = words.clone()
+        changed[place] ^= 1 << 63 - 1
+        assert checksum(changed) != expected
 
 
 def test_damage_anywhere_is_noticed_and_replayed(model, truth, opened, left):
