@@ -319,8 +319,9 @@ class CacheStats(Reply):
 
     Of the used pages, `shared` are those that several histories see or hold, `evictable` those that no running request
     holds, `dead` those of these that no history sees. `fragmentation[i]` counts the histories at rest in the tree that
-    do not see between i and i + 1 tenths of their pages' slots. Of the cached tokens, some were computed by the same
-    session before, and the others are shared.
+    do not see between i and i + 1 tenths of their pages' slots. Cached tokens are those of prompts that need not be
+    computed: the same `session` had computed them, they are `shared` with another one that had, or the host `tier` has
+    them. `tokens_loaded` were brought back from there, for prompts and for requests that had been preempted.
     """
 
     page_size: int
@@ -336,9 +337,10 @@ class CacheStats(Reply):
     sessions_expired: int
     running: int
     waiting: int
-    tokens_cached: int  # those brought back from the host tier among them
+    tokens_cached: int
     tokens_cached_session: int
     tokens_cached_shared: int
+    tokens_cached_tier: int
     tokens_loaded: int
     tokens_stored: int
     tier_blocks: int  # of page_size tokens

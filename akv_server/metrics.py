@@ -130,7 +130,8 @@ _PLAIN: dict[str, tuple[str, str, str]] = {
     "running": ("num_requests_running", "gauge", "Requests that are being computed."),
     "waiting": ("num_requests_waiting", "gauge", "Requests that wait for room."),
     "tokens_cached": ("prefix_cache_hits_total", "counter", "Prompt tokens that were found in the cache."),
-    "tokens_loaded": ("external_prefix_cache_hits_total", "counter", "Of these, brought back from the host tier."),
+    "tokens_cached_tier": ("external_prefix_cache_hits_total", "counter", "Of these, found in the host tier."),
+    "tokens_loaded": ("tier_loaded_tokens_total", "counter", "Tokens brought back from the host tier."),
     "tokens_stored": ("tier_stored_tokens_total", "counter", "Tokens written to the host tier."),
     "tier_blocks": ("tier_blocks", "gauge", "Blocks of one page each in the host tier."),
     "tier_damaged": ("tier_damaged_total", "counter", "Blocks of the host tier that failed their checksum."),
@@ -167,13 +168,14 @@ def _of_stats(stats: CacheStats) -> Iterator[Family]:
     sources = {
         "session": stats.tokens_cached_session,
         "shared": stats.tokens_cached_shared,
+        "tier": stats.tokens_cached_tier,
         "computed": stats.tokens_prefilled,
         "replayed": stats.tokens_replayed,
     }
     yield (
         "prompt_tokens_by_source_total",
         "counter",
-        "Prompt tokens found in the cache (computed by this session before, or shared with another), or computed.",
+        "Prompt tokens: computed by this session before, shared with another, in the host tier, or to be computed.",
         _labelled("source", sources.items()),
     )
     tenths = ((f"{i / 10:.1f}-{(i + 1) / 10:.1f}", n) for i, n in enumerate(stats.fragmentation))

@@ -211,7 +211,8 @@ class Scheduler:
         self.running: list[Running] = []
         self.num_preemptions = 0
         self.tokens_cached = 0
-        self.tokens_cached_shared = 0  # of these, those that another session had computed
+        self.tokens_cached_session = 0  # of these, in the pool and computed by the same session before
+        self.tokens_cached_tier = 0  # of these, to be brought back from the tier
         self.tokens_loaded = 0
         self.tokens_prefilled = 0
         self.tokens_replayed = 0
@@ -466,9 +467,9 @@ class Scheduler:
             replayed = int((computed < request.num_known).sum())
             outcome = Outcome("", None, [], 0, plan.num_computed - replayed, replayed, [])
             outcome.cached_tokens = n - plan.num_computed - plan.num_forgotten
-            num_own = request.num_known - plan.timeline.layout_at(n).num_forgotten_in(0, request.num_known) - replayed
             self.tokens_cached += outcome.cached_tokens
-            self.tokens_cached_shared += outcome.cached_tokens - num_own
+            self.tokens_cached_session += request.num_known - _num_known_elsewhere(plan, request.num_known) - replayed
+            self.tokens_cached_tier += plan.num_loaded
             self.tokens_prefilled += outcome.prefilled_tokens
             if request.num_prompt_logprobs is not None:
                 outcome.prompt_scores = [None] * n
@@ -517,7 +518,9 @@ class Scheduler:
             outcome.prefilled_tokens += prefilled
             outcome.replayed_tokens += replayed
             self.tokens_cached -= len(more)
-            self.tokens_cached_shared -= prefilled
+            from_tier = np.isin(more, np.concatenate([np.arange(s.start, s.end) for s in running.todo if s.loads]))
+            self.tokens_cached_tier -= int(from_tier.sum())
+            self.tokens_cached_session -= int((~from_tier & (more < request.num_known)).sum())
         running.lease, running.plan, running.todo, running.view = self.cache.open(plan), plan, deque(plan.todo), None
         self.cache.close(before)
 
@@ -616,6 +619,12 @@ class Scheduler:
 def shift_at(layout: Layout, index: int) -> int:
     """How far the token with this index sits from its index."""
     return layout.position(index) - index
+
+
+def _num_known_elsewhere(plan: Plan, num_known: int) -> int:
+    """Of the first tokens, those that are forgotten or to be brought back from the tier."""
+    loaded = sum(max(0, min(span.end, num_known) - span.start) for span in plan.todo if span.loads)
+    return plan.timeline.layout_at(len(plan.tokens)).num_forgotten_in(0, num_known) + loaded
 
 
 def _nothing_done(reason: str) -> Outcome:

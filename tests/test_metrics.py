@@ -15,9 +15,11 @@ import pytest
 
 from akv_sdk.types import CacheStats
 from akv_server import metrics
+from akv_server.engine import Engine, EngineConfig
 from akv_server.loader import LoadedModel
 from akv_server.metrics import Histogram, RequestMetrics, Watch, exposition
 from akv_server.scheduler import Outcome
+from tests import test_tier as tier
 from tests.server import Server, load_tiny, serving_model
 
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\} (\S+)')
@@ -218,6 +220,23 @@ def test_hits_say_who_had_computed_it(server: Server) -> None:
         assert value(families, "time_to_first_token_seconds", "_count") == 5
         assert value(families, "inter_token_latency_seconds", "_count") == 4 * 3
         assert value(families, "sessions") == 2
+
+
+def test_what_the_host_tier_has_is_a_hit_of_its_own(loaded: LoadedModel) -> None:
+    """300 tokens, 100 of them invisible by now: what is seen comes back from the tier but for the last half page."""
+    engine = tier.always_loading(Engine(loaded.model, EngineConfig(24, max_step_tokens=64, host_bytes=2**22)))
+    try:
+        tier.run(engine, tier.Client(tier.TOKENS, tier.HISTORY, max_tokens=4))
+        tier.again(engine)
+        counts = engine.stats()
+        names = ("session", "shared", "tier")
+        assert [counts[f"tokens_cached_{name}"] for name in names] == [100, 0, 188]
+        assert counts["tokens_cached"] == 288
+        tier.run(engine, tier.Client(tier.TOKENS, tier.HISTORY, max_tokens=4))
+        counts = engine.stats()
+        assert [counts[f"tokens_cached_{name}"] for name in names] == [100, 300, 188]
+    finally:
+        engine.stop()
 
 
 def test_a_forgotten_span_is_nobodys_hit(server: Server) -> None:
