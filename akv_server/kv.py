@@ -20,7 +20,7 @@ class KV:
         """Pages for `model`, in its dtype and on its device."""
         config, dtype, device = model.config, model.kv_dtype, model.device
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
-        self._backend, self._rotary = model.backend, model.rotary
+        self._backend, self._rotary = model.backend, model.rotary.to(device)
         self._k = torch.empty(shape, dtype=dtype, device=device)
         self._v = torch.empty(shape, dtype=dtype, device=device)
         self.k_pages: list[Tensor] = list(self._k)  # per layer [num_pages, page_size, num_kv_heads, head_dim]

@@ -1,9 +1,10 @@
 """From logits to token ids and log-probabilities. Owns the order in which the filters apply. Each row is drawn alone
-with its own generator: what it draws never depends on which other rows share the step."""
+with its own generator, on the host whatever the device: what it draws never depends on which other rows share the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,11 @@ from torch import Tensor
 
 _NUM_CANDIDATES = 512  # of top-p before the whole vocabulary is sorted
 _ROWS_AT_ONCE = 64  # of log-probabilities, so that scoring a long prompt needs no second copy of its logits
+_LARGEST_DRAW = 1 - 2**-24  # in float32, in which a draw nearer to 1 would be 1
+_LEAST_TEMPERATURE = 1e-30  # that is not greedy, in float32
+
+Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`akv_kernels.gpu.sample`: logits, temperature, top_k, top_p, min_p and uniform draws, a row each -> token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +54,38 @@ def sample(
     generators: Sequence[
         torch.Generator | None
     ],  # R, on the CPU; each row that is not greedy draws one number from its own
+    draw: Draw | None = None,  # the kernel that picks all rows at once, where the device has one
 ) -> Tensor:  # int64 [R], on the CPU
     """One token per row. Greedy rows take the largest logit, the lowest id among equals. Leaves `logits` alone."""
     assert logits.shape[0] == len(params) == len(generators)
+    if draw is not None:
+        return _draw_all(logits, params, generators, draw)
     picked = logits.argmax(dim=-1).cpu()
     for row, (how, generator) in enumerate(zip(params, generators, strict=True)):
         if how.temperature > 0:
             u = torch.rand((), dtype=torch.float64, generator=generator)
             picked[row] = _draw(logits[row], how, u.item())
     return picked
+
+
+def _draw_all(
+    logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None], draw: Draw
+) -> Tensor:
+    """The same by one launch and two transfers: the rows' parameters there, their ids back. `draw` takes the tokens in
+    order of their ids, so that a seed repeats, but does not give what it gives on a CPU where top_k or top_p sort."""
+    rows = []
+    for how, generator in zip(params, generators, strict=True):
+        if how.temperature > 0:
+            u = torch.rand((), dtype=torch.float64, generator=generator).item()
+            temperature = max(how.temperature, _LEAST_TEMPERATURE)
+            rows.append((min(u, _LARGEST_DRAW), temperature, min(how.top_k, logits.shape[1]), how.top_p, how.min_p))
+        else:
+            rows.append((0.0, 0.0, 0, 1.0, 0.0))  # of equals, the draw 0 is the first
+    rows += rows[-1:] * (-len(rows) % 4)  # so that every column begins where a kernel likes it: at 16 bytes
+    columns = torch.tensor(rows, dtype=torch.float32).view(-1, 5).t().contiguous()
+    columns = columns.to(logits.device, non_blocking=True)[:, : len(params)]
+    uniform, temperature, top_k, top_p, min_p = columns
+    return draw(logits, temperature, top_k.int(), top_p, min_p, uniform).cpu()
 
 
 def _draw(

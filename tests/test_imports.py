@@ -111,7 +111,7 @@ def test_each_library_has_its_place():
     with_torch = users_of("torch", "akv_server", at_run_time=True)
     assert not with_torch & {f"akv_server.{name}" for name in without_torch}
     assert users_of("akv_kernels", "akv_server", at_run_time=True) <= {
-        f"akv_server.{name}" for name in ("kv", "model", "engine", "loader")
+        f"akv_server.{name}" for name in ("kv", "model", "graphs", "engine", "loader")
     }
     assert users_of("triton", "akv_kernels") <= {
         f"akv_kernels.{name}" for name in ("attention", "pages", "neighbours", "gpu")

@@ -16,7 +16,7 @@ from torch import Tensor
 class Rotary:
     """The model's own rotary embedding. `2 * len(inv_freq)` may be less than head_dim: only the first dims rotate."""
 
-    inv_freq: Tensor  # float64 [rotary_dim // 2], on the CPU; already scaled (llama-3, linear, YaRN)
+    inv_freq: Tensor  # float64 [rotary_dim // 2]; already scaled (llama-3, linear, YaRN)
     interleaved: bool = False  # False: dims i and i + rotary_dim/2 are a pair; True: dims 2i and 2i + 1
     scale: float = 1.0  # YaRN's magnitude; applied once, when q and k are first rotated; never in a delta
 
@@ -24,10 +24,15 @@ class Rotary:
         """Cosine and sine of each position (or delta, of either sign), `scale` not applied.
 
         positions int [N], any device -> float32 [N, 2, rotary_dim // 2] on that device. The product is taken in
-        float64: in float32 the angle alone would be off by 6e-3 rad at position 131072.
+        float64: in float32 the angle alone would be off by 6e-3 rad at position 131072. Waits for the device unless
+        the frequencies are there already (`to`).
         """
         angles = positions.to(torch.float64)[:, None] * self.inv_freq.to(positions.device)
         return torch.stack((angles.cos(), angles.sin()), dim=1).to(torch.float32)
+
+    def to(self, device: torch.device | str) -> Rotary:
+        """The same rotation with its frequencies on `device`."""
+        return replace(self, inv_freq=self.inv_freq.to(device))
 
 
 @dataclass(frozen=True, slots=True)
