@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -280,12 +281,14 @@ def test_damage_anywhere_is_noticed_and_replayed(model, truth, opened, left):
             assert opened.disk.read_bytes() == damaged
             continue
         engine = opened(model)
+        is_header = 4096 <= place < 4096 + 104  # of the first record: noticed when the file is opened
+        assert (engine.stats()["tier_damaged"], engine.stats()["tier_blocks"] > 0) == (is_header, place >= 84)
         back = again(engine)
         assert back.ids == left, f"byte {place}"
         outcome = back.outcome
         assert outcome.cached_tokens + outcome.prefilled_tokens + outcome.replayed_tokens == 300
         if place < 4096:
-            assert outcome.replayed_tokens == (12 if place > 80 else 300)
+            assert outcome.replayed_tokens == (12 if place >= 84 else 300)
         else:  # one block at most, and what no block has
             assert 12 <= outcome.replayed_tokens <= 12 + PAGE
         noticed += outcome.replayed_tokens > 12
@@ -539,6 +542,26 @@ def test_a_request_aborted_while_it_loads_leaves_nothing(model, opened):
     assert client.outcome.finish_reason == "abort"
     engine.evict_all()
     assert engine.stats()["pages_free"] == 24
+
+
+@both
+def test_evicting_from_another_thread_changes_no_answer(model, opened, kind):
+    """evict_all() may be called at any time: while blocks are loaded, and while the file is written."""
+    prompts = [some_tokens(150, seed=seed % 3) + some_tokens(30, seed=seed) for seed in range(24)]
+    plain = Engine(model, EngineConfig(num_pages=64))
+    expected = [run(plain, Client(tokens, max_tokens=4)).ids for tokens in prompts]
+    engine = opened(model, kind=kind, load_tokens_per_step=32, max_running=3)
+    engine.start()
+    clients = [Client(tokens, max_tokens=4) for tokens in prompts]
+    for client in clients:
+        engine.submit(client.request())
+    deadline = time.monotonic() + 60
+    while any(client.outcome is None for client in clients):
+        assert time.monotonic() < deadline
+        engine.evict_all()
+        engine.check()
+    assert [client.ids for client in clients] == expected
+    assert engine.stats()["tokens_loaded"] > 0
 
 
 @both
