@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 GROUPS = (
     *("attention", "float8", "page_mass", "placement", "splits"),
-    *("rope_and_write", "repos_pages", "neighbours", "sample"),
+    *("rope_and_write", "repos_pages", "neighbours", "sample", "padding", "engine"),
 )
 MUTATIONS = (
     *("plan/wrong_sign", "plan/delta_off_by_one", "plan/first_page_offset_ignored", "plan/one_delta_per_sequence"),

@@ -323,6 +323,90 @@ def check_sample(device: str) -> Iterator[Check]:
         yield f"never_a_filtered_token/{num_vocab}", filtered, 0
 
 
+def check_padding(device: str) -> Iterator[Check]:
+    """The plan of a decode step with padding sequences behind it, as CUDA graphs have it, split over the context."""
+    from akv_server.graphs import pad_rows
+    from akv_server.model import StepInput
+
+    for name, segments, how in (("several", (3, 1), "query"), ("one", (7,), "key")):
+        case = make_attention_case(name, rows=(1,) * len(segments), segments=segments, num_q_heads=2)
+        rows = torch.zeros(len(case.q), dtype=torch.int64)
+        plan = pad_rows(StepInput(rows, rows, rows, case.plan, rows), 8).plan
+        room = torch.zeros(40 * 8, dtype=torch.int32)  # entries that nobody's table reaches
+        plan = testing.replace(plan, page_table=torch.cat((plan.page_table, room))).to(device)
+        case, q = case.to(device), torch.cat((case.q, _randn(1, 8 - len(rows), *case.q.shape[1:]).float())).to(device)
+        mass = torch.zeros(len(plan.page_table), device=device)
+        got = gpu.segment_batch_attention(
+            q, case.k_pages, case.v_pages, plan, scale=case.scale, page_mass=mass, rotation=how
+        )
+        yield f"{name}/rows", relative_error(got[: len(rows)], case.truth), error_bound(case)
+        yield f"{name}/nothing_seen", float(got[len(rows) :].abs().max()), 0
+        yield f"{name}/mass", relative_error(mass[: len(case.mass)], case.mass), error_bound(case)
+        yield f"{name}/mass_of_nobody", float(mass[len(case.mass) :].abs().max()), 0
+
+
+def check_engine(device: str) -> Iterator[Check]:
+    """The engine on these kernels: prefill, drops, decode in company (as CUDA graphs on a GPU), sampling by the kernel.
+
+    float32 is held to the dense float64 truth as tests/test_engine.py does; bfloat16 to four times the error of the
+    same model over the reference kernels, which round only their results.
+    """
+    from akv_server import files, loader
+    from akv_server.engine import Engine, EngineConfig
+    from akv_server.graphs import DecodeGraphs
+    from akv_server.model import StepInput
+    from akv_server.sampler import SamplingParams
+    from tests.models import tiny_model
+    from tests.test_engine import Client, drop, some_tokens
+    from tests.test_engine import run as run_engine
+    from tests.truth import Truth
+
+    def tried(path: Path, backend: ModuleType, on: str, dtype: str) -> tuple[list[Client], list[float]]:
+        model = loader.load_model(files.resolve(str(path)), weights_as=dtype, device=on, backend=backend)
+        engine = Engine(model, EngineConfig(num_pages=24, max_running=4))
+        pages, gaps = (engine.kv.k_pages, engine.kv.v_pages), []
+        if on == "cpu":  # a "graph" is the function once more
+            engine.forward = DecodeGraphs(model, *pages, lambda run: run, max_rows=4).forward
+        by_graph = engine.forward
+
+        def compared(step: StepInput) -> Tensor:
+            logits = by_graph(step).clone()
+            if step.plan.max_rows == 1 and len(step.logit_rows):
+                gaps.append(relative_error(logits, model.forward(step.to(model.device), *pages).double()))
+            return logits
+
+        engine.forward = compared
+        tokens, clients = some_tokens(30, seed=2), []
+        run_engine(engine, Client(tokens[:22]))
+        for number, history in enumerate([(drop(5, 19, 22),), (), (drop(2, 9, 22), drop(12, 20, 27))]):
+            hot = SamplingParams(temperature=0.8 * number, top_p=0.9, seed=number)
+            clients.append(Client(tokens[: 30 - number], history, max_tokens=2 + number, sampling=hot))
+        run_engine(engine, *clients)
+        return clients, gaps
+
+    def error(clients: list[Client], truth: Truth) -> float:
+        """Of the log-probabilities of the generated tokens, on average."""
+        gaps = []
+        for client in clients:
+            logprobs = truth.logits(client.tokens + client.ids, client.history).log_softmax(-1)
+            for i, token in enumerate(client.generated):
+                right = logprobs[len(client.tokens) + i - 1, token.token_id]
+                gaps.append(abs(float(right) - (token.logprob or 0.0)))
+        return sum(gaps) / len(gaps)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_model(Path(folder), "llama")
+        truth = Truth(path)
+        for dtype in ("float32", "bfloat16"):
+            clients, gaps = tried(path, gpu, device, dtype)
+            bound = 2e-4
+            if dtype == "bfloat16":
+                bound = 4 * error(tried(path, reference, "cpu", dtype)[0], truth)
+            yield f"logprobs/{dtype}", error(clients, truth), bound
+            yield f"all_tokens_came/{dtype}", float([len(c.ids) for c in clients] != [2, 3, 4]), 0
+            yield f"graph_against_eager/{dtype}", max(gaps), 1e-4 if dtype == "float32" else 0.03
+
+
 CHECKS: dict[str, Callable[[str], Iterator[Check]]] = {
     name.removeprefix("check_"): function for name, function in list(globals().items()) if name.startswith("check_")
 }
