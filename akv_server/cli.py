@@ -1,4 +1,4 @@
-"""The command line: `akv serve`, `akv demo`, `akv --version`.
+"""The command line: `akv serve`, `akv demo`, `akv estimate`, `akv --version`.
 
 Owns options, what start-up prints, and exit statuses. Everything heavy is imported only once a command needs it.
 """
@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from akv_demo.main import main as demo
 
         return demo(given[1:])
+    if given[:1] == ["estimate"]:
+        from akv_server.estimate import main as estimate
+
+        return estimate(given[1:])
     options = _parser().parse_args(given)
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stop is a stop, whoever asks for it
     try:
@@ -82,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         help="beyond so many, the least recently used idle ones are forgotten (default: %(default)s)",
     )
     commands.add_parser("demo", help="run the demo (akv demo --help)", add_help=False)
+    commands.add_parser("estimate", help="FLOPs, bytes and time on paper (akv estimate --help)", add_help=False)
     return parser
 
 

@@ -1,0 +1,248 @@
+"""`akv estimate`: every formula against a count by hand or by loops, and the command as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from akv_server import cli, estimate
+from akv_server.errors import AkvError
+from akv_server.estimate import GPUS, SHAPES, Hardware, Scenario, Shape, cost, time_of
+
+LLAMA_70B = SHAPES["llama-3.1-70b"]
+TOY = Shape(
+    "toy",
+    num_layers=3,
+    hidden_size=10,
+    intermediate_size=7,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=5,
+    vocab_size=11,
+)
+
+PRODUCTS = ((10, 20), (10, 10), (10, 10), (20, 10), (10, 7), (10, 7), (7, 10))  # its q, k, v, o, gate, up, down
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),  # as the models' own pages count them
+    [
+        ("smollm2-135m", 0.1345),
+        ("llama-3.2-1b", 1.236),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("llama-3.1-405b", 405.85),
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-7b", 7.616),
+        ("qwen2.5-72b", 72.7),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.19),
+        ("qwen3-32b", 32.76),
+    ],
+)
+def test_the_shapes_have_the_published_number_of_weights(name: str, billions: float) -> None:
+    assert SHAPES[name].num_weights / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_llama_70b_by_hand() -> None:
+    # q and o: 2 * 8192 * 8192; k and v: 2 * 8192 * 1024; gate, up, down: 3 * 8192 * 28672; 80 layers
+    assert LLAMA_70B.num_layer_weights == 80 * (134_217_728 + 16_777_216 + 704_643_072) == 68_451_041_280
+    assert LLAMA_70B.num_kv_numbers * 2 == 327_680  # bytes a token: 2 * 8 heads * 128 * 2 B * 80 layers
+    work = cost(LLAMA_70B, num_new=32_000, num_cached=0)
+    assert work.attention_flops == 4 * 80 * 8192 * (32_000 * 32_001 // 2) == 1_342_219_223_040_000
+    assert work.product_flops == 2 * 32_000 * 68_451_041_280 + 2 * 128_256 * 8192
+    time = time_of(work, GPUS["h100-sxm"], 8)
+    assert time.total_s == time.compute_s == pytest.approx(0.7233, abs=1e-4)  # 5.723e15 / (8 * 989e12)
+    # two sums a layer of 32,000 * 8192 numbers of 2 B, 7/4 of that sent by each at 450 GB/s
+    assert time.links_s == pytest.approx(2 * 80 * 32_000 * 8192 * 2 * 1.75 / 450e9)
+
+
+def test_the_formulas_are_what_loops_over_tokens_and_steps_count() -> None:
+    num_new, num_cached, step_tokens = 23, 9, 5
+    work = cost(
+        TOY, num_new=num_new, num_cached=num_cached, num_moved_segments=2, weight_bytes=1, step_tokens=step_tokens
+    )
+    products = attention = rotation = kv_read = kv_written = steps = activations = reduced = 0
+    for _ in range(TOY.num_layers):
+        for row in range(num_new):
+            for rows, columns in PRODUCTS:
+                products += 2 * rows * columns
+            attention += (num_cached + row + 1) * 4 * (2 * 5 + 2 * 5)  # q·k and p·v, 4 heads of 5
+            rotation += 2 * 4 * 5 // 2 * 6  # two segments, 6 FLOPs a pair
+            kv_written += 2 * 2 * 5 * 2
+            # in and out of: q, k and v; attention; o; gate and up; down
+            activations += 2 * ((10 + 20 + 10 + 10) + (20 + 20) + (20 + 10) + (10 + 7 + 7) + (7 + 10))
+            reduced += 2 * 2 * 10
+    for start in range(0, num_new, step_tokens):
+        steps += 1
+        kv_read += TOY.num_layers * 2 * 2 * 5 * 2 * (num_cached + min(start + step_tokens, num_new))
+    assert work.product_flops == products + 2 * 11 * 10
+    assert work.attention_flops == attention
+    assert work.rotation_flops == rotation
+    assert work.kv_write_bytes == kv_written
+    assert work.kv_read_bytes == kv_read
+    assert work.reduced_bytes == reduced
+    assert work.weight_bytes == steps * (TOY.num_layer_weights + 11 * 10)
+    assert work.activation_bytes == activations
+    assert work.num_bytes == sum((work.weight_bytes, kv_read, kv_written, activations))
+
+
+def test_the_intensities_that_the_kernels_were_counted_to_have() -> None:
+    # a pass of its own over K: 3 * 8 heads * 128 = 3072 FLOPs for 2 * 2048 B a token
+    assert estimate.rotation_copy_intensity() == 3072 / 4096 == 0.75
+    # one decoded row: 4 * 64 * 128 FLOPs for 2 * 8 * 128 * 2 B a token
+    assert estimate.decode_attention_intensity(LLAMA_70B) == 32_768 / 4096 == 8
+    assert estimate.decode_attention_intensity(LLAMA_70B, rotates_keys=True) == (32_768 + 3072) / 4096 == 8.75
+    assert estimate.decode_attention_intensity(SHAPES["qwen2.5-7b"]) == 7
+    assert estimate.decode_attention_intensity(LLAMA_70B, kv_bytes=1) == 16
+    assert estimate.decode_attention_intensity(LLAMA_70B, num_rows=4) == 32
+
+
+def test_a_cached_prefix_saves_what_its_prefill_costs() -> None:
+    for num_shared in (1, 7, 12_288):
+        work = cost(LLAMA_70B, num_new=num_shared, num_cached=0)
+        logits = 2 * 128_256 * 8192
+        assert estimate.saved_flops(LLAMA_70B, num_shared) == work.num_flops - logits
+    attending = cost(LLAMA_70B, num_new=1, num_cached=12_287).attention_flops
+    assert attending == 4 * 80 * 12_288 * 8192  # the write-up's formula is this, not what is saved
+
+
+def test_the_time_is_that_of_the_busiest_resource() -> None:
+    hardware = Hardware("toy", tflops=2e-6, tflops_float8=4e-6, memory_gbps=1e-3, link_gbps=1e-3, memory_gb=1)
+    assert hardware.ridge == 2
+    work = cost(TOY, num_new=4, num_cached=0)
+    one, two = (time_of(work, hardware, num_gpus) for num_gpus in (1, 2))
+    assert one.links_s == 0
+    assert one.compute_s == pytest.approx(work.num_flops / 2e6)
+    assert one.memory_s == pytest.approx(work.num_bytes / 1e6)
+    assert (two.compute_s, two.memory_s) == pytest.approx((one.compute_s / 2, one.memory_s / 2))
+    assert two.links_s == pytest.approx(work.reduced_bytes / 1e6)
+    assert two.total_s == max(two.compute_s, two.memory_s, two.links_s)
+    narrow = time_of(work, hardware, weight_bytes=1)
+    assert narrow.compute_s == pytest.approx(work.product_flops / 4e6 + work.attention_flops / 2e6)
+
+
+def test_an_edit_computes_what_is_behind_it_and_a_drop_only_the_turn() -> None:
+    works = Scenario(context=1000, edit_at=200, drop=300, turn=50).works(
+        TOY, weight_bytes=2, kv_bytes=2, step_tokens=100
+    )
+    assert {name: (work.num_new, work.num_cached) for name, work in works.items()} == {
+        "prefill of the whole context": (1000, 0),
+        "next turn, nothing taken out": (50, 1000),
+        "next turn after editing the text": (550, 200),
+        "next turn after AKV's drop": (50, 700),
+        "one decoded token, nothing out": (1, 1000),
+        "one decoded token after the drop": (1, 700),
+    }
+    assert [name for name, work in works.items() if work.rotation_flops] == [
+        "next turn after AKV's drop",
+        "one decoded token after the drop",
+    ]
+
+
+@pytest.mark.parametrize(("edit_at", "drop", "turn"), [(-1, 10, 1), (0, 0, 1), (0, 10, 0), (50, 50, 1), (99, 2, 1)])
+def test_a_scenario_that_cannot_be_is_refused(edit_at: int, drop: int, turn: int) -> None:
+    with pytest.raises(AkvError, match="within context"):
+        Scenario(context=100, edit_at=edit_at, drop=drop, turn=turn)
+
+
+def test_nothing_to_compute_is_refused() -> None:
+    with pytest.raises(AkvError, match="at least one token"):
+        cost(TOY, num_new=0, num_cached=5)
+
+
+def config(folder: Path, **changes: object) -> Path:
+    fields = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps({key: value for key, value in {**fields, **changes}.items() if value is not None}))
+    return path
+
+
+def test_a_shape_comes_from_a_config_file_or_its_folder(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    known = SHAPES["llama-3.1-8b"]
+    for place in (path, tmp_path):
+        shape = estimate.shape_of(str(place))
+        assert shape.name == tmp_path.name
+        assert (shape.num_weights, shape.num_kv_numbers) == (known.num_weights, known.num_kv_numbers)
+    config(tmp_path, num_key_value_heads=None, head_dim=64, tie_word_embeddings=True)
+    shape = estimate.shape_of(str(tmp_path))
+    assert (shape.num_kv_heads, shape.head_dim, shape.tie_embeddings) == (32, 64, True)
+
+
+def test_a_config_of_another_family_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AkvError, match="mixture of experts"):
+        estimate.shape_of(str(config(tmp_path, num_local_experts=8)))
+    with pytest.raises(AkvError, match="KeyError 'hidden_size'"):
+        estimate.shape_of(str(config(tmp_path, hidden_size=None)))
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(AkvError, match=r"neither a config\.json nor"):
+        estimate.shape_of(str(tmp_path))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(["estimate", *arguments])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_the_command_prints_figures_and_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model", "llama-3.1-70b", "--gpu", "h100", "--num-gpus", "8", "--context", "64000"]
+    status, out, _ = run(capsys, *options, "--drop", "24000", "--edit-at", "8000", "--turn", "500")
+    assert status == 0
+    assert re.search(r"next turn after editing the text +32,500 +8,000 ", out)
+    assert re.search(r"next turn after AKV's drop +500 +40,000 ", out)
+    assert "ridge 295 FLOPs a byte" in out
+    assert "141.1 GB of weights, 20.97 GB of KV for 64,000 tokens; fits in 640 GB" in out
+    assert re.search(r"8\.00 FLOPs a byte .* keys rotated in registers 8\.75\n.* own: 0\.75 FLOPs a byte\n", out)
+    assert "W            = L h (2 (Hq + Hkv) d + 3 I)" in out
+    (edit,) = re.findall(r"after editing the text .* ([\d,.]+) ms\n", out)
+    (drop,) = re.findall(r"after AKV's drop +500 .* ([\d,.]+) ms\n", out)
+    (ratio,) = re.findall(r"and ([\d.]+) times less time", out)
+    assert float(ratio) == pytest.approx(float(edit.replace(",", "")) / float(drop), rel=0.02)
+    assert max(map(len, out.splitlines())) <= 132
+
+
+def test_other_hardware_by_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "--model", "smollm2-135m", "--gpu", "mine", "--tflops", "0.2", "--gbps", "20")
+    assert status == 0
+    assert "1 x mine: 0.2 TFLOP/s" in out
+    assert "ridge 10 FLOPs a byte" in out
+    assert "fit" not in out.partition("formulas")[0]
+    _, out, _ = run(capsys, "--model", "llama-3.1-70b", "--gpu", "h100", "--gbps", "1000")
+    assert "989 TFLOP/s, 1979 in 8 bits, 1000 GB/s" in out
+    assert "does NOT fit in 80 GB" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--model", "gpt-9"], "llama-3.1-70b"),
+        (["--model", "qwen3-8b", "--gpu", "abacus"], "h100-sxm"),
+        (["--model", "qwen3-8b", "--gpu", "abacus", "--tflops", "1"], "--gbps"),
+        (["--model", "qwen3-8b", "--context", "100", "--drop", "100"], "within context"),
+    ],
+)
+def test_what_cannot_be_estimated(capsys: pytest.CaptureFixture[str], options: list[str], what: str) -> None:
+    status, out, error = run(capsys, *options)
+    assert (status, out) == (2, "")
+    assert what in error
+
+
+@pytest.mark.parametrize(
+    "options", [["--context", "-1"], ["--num-gpus", "0"], ["--tflops", "0"], ["--weights", "int3"]]
+)
+def test_options_that_make_no_sense(options: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["estimate", "--model", "qwen3-8b", *options])
+    assert ended.value.code == 2
