@@ -37,13 +37,13 @@ from pydantic import ValidationError
 from akv_sdk.types import Block, BlockKind, Marking, MessageSpan
 from akv_server.errors import AkvError
 from akv_server.tokenizer import Tokenizer
+from akv_server.tools import EXAMPLE_CALL, MARKERS, THINK_CLOSING, THINK_OPENING, Call, CallFormat, format_of
 
 Message = dict[str, Any]
 
 _TAG = re.compile(r'<ephemeral_observation\s+id="(?P<id>[^"\\<>\n]{1,200})"\s*>|</ephemeral_observation>')
 _TAG_IN_JSON = re.compile(_TAG.pattern.replace('"', r'\\"'))  # as a template writes it that makes JSON of content
-_THINK_OPENING, _THINK_CLOSING = "<think>", "</think>"
-_THOUGHT = re.compile(f"{_THINK_OPENING}(.*?){_THINK_CLOSING}", re.DOTALL)
+_THOUGHT = re.compile(f"{THINK_OPENING}(.*?){THINK_CLOSING}", re.DOTALL)
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _CACHED_CHARS = 4_000_000
@@ -101,6 +101,11 @@ class Rendered:
     @cached_property
     def tokens(self) -> list[int]:
         return [*chain.from_iterable(piece.tokens for piece in self.pieces), *self.generation]
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the model's turn was opened with the beginning of its reasoning."""
+        return self.text.rstrip().endswith(THINK_OPENING)
 
     @cached_property
     def spans(self) -> list[MessageSpan]:
@@ -236,14 +241,17 @@ class Chat:
             return tail[past:]
         return list(tail)
 
-    def generated_piece(self, rendered: Rendered, generated: Sequence[int], message: int) -> Piece:
+    def generated_piece(
+        self, rendered: Rendered, generated: Sequence[int], message: int, calls: Sequence[Call] = ()
+    ) -> Piece:
         """The piece of an answer that the model generated after `rendered`, which had the turn opened.
 
         Its tokens are those in the stream (`rendered.generation` and `generated`) and then `assistant_tail(generated)`,
-        which the stream needs before the next message. `message` is the answer's index in the conversation.
+        which the stream needs before the next message. `message` is the answer's index in the conversation; `calls`
+        are those found in its text.
         """
         ended = bool(generated) and generated[-1] in self.end_ids
-        decoder = self.tokenizer.decode_stream()
+        decoder = self.tokenizer.decode_stream(shown=self.marker_ids)
         text, tokens = "", _Tokens()
         for token_id in generated[:-1] if ended else generated:
             piece = decoder.push(token_id)
@@ -251,10 +259,14 @@ class Chat:
             text += piece
         text += decoder.finish()
         opening = len(rendered.generation)
-        thoughts = _thoughts(text, is_open=rendered.text.rstrip().endswith(_THINK_OPENING))
+        thoughts = _thoughts(text, is_open=rendered.is_thinking)
         blocks = [
             *(tokens.block(id_, begin, stop) for id_, begin, stop in _blocks(text, text, "assistant")),
             *(tokens.block(f"thinking-{n}", *inside, "thinking") for n, inside in enumerate(thoughts)),
+            *(
+                tokens.block(f"input-{n}", call.begin, call.end, "tool_input", call.id)
+                for n, call in enumerate(call for call in calls if call.begin < call.end)
+            ),
         ]
         return Piece(
             message=message,
@@ -269,6 +281,26 @@ class Chat:
         """Tokens that end the model's turn: the tokenizer's own, and the one that the template closes a turn with."""
         closing = [token for token in self._tail if self.tokenizer.is_special(token)][:1]
         return self.tokenizer.eos_token_ids | frozenset(closing)
+
+    @cached_property
+    def call_format(self) -> CallFormat:
+        """How the template writes calls, and so how the model does."""
+        return format_of(self._written([EXAMPLE_CALL]))
+
+    @cached_property
+    def takes_many_calls(self) -> bool:
+        """Whether the template takes several calls in one message; some refuse to."""
+        return bool(self._written([EXAMPLE_CALL, EXAMPLE_CALL]))
+
+    def _written(self, calls: list[Message]) -> str:
+        call = {"role": "assistant", "content": None, "tool_calls": calls}
+        _, whole, starts = self._try([_QUESTION, call])
+        return whole[starts[1] :] if starts else ""
+
+    @cached_property
+    def marker_ids(self) -> frozenset[int]:
+        """Special tokens that mark calls and reasoning: a parser has to see them in an answer's text."""
+        return frozenset(self.tokenizer.special[mark] for mark in MARKERS if mark in self.tokenizer.special)
 
     @cached_property
     def _tail(self) -> list[int]:
@@ -684,7 +716,7 @@ def _blocks(text: str, given: str, role: str) -> Iterator[tuple[str, int, int]]:
 def _thoughts(text: str, *, is_open: bool = False) -> list[tuple[int, int]]:
     """`(begin, end)` of what stands between the tags of reasoning in an answer. `is_open`: the template opened one
     before the text. One that was never closed, or says nothing, is none."""
-    before = _THINK_OPENING if is_open else ""
+    before = THINK_OPENING if is_open else ""
     found = ((match.start(1), match.end(1)) for match in _THOUGHT.finditer(before + text) if match[1].strip())
     return [(begin - len(before), end - len(before)) for begin, end in found]
 

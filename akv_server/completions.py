@@ -7,7 +7,7 @@ Knows no HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from akv_server.chat import Chat
 from akv_server.edits import Management
 from akv_server.errors import AkvError
 from akv_server.generation import Generation, Runs, Work
+from akv_server.grammar import Constraint, Grammars
 from akv_server.journal import Journal
 from akv_server.metrics import RequestMetrics, exposition
 from akv_server.model import ModelConfig
@@ -24,6 +25,9 @@ from akv_server.prompts import ChatPrompt, Prompt, TextPrompt, render
 from akv_server.requests import ChatBody, CompletionBody
 from akv_server.sessions import DAY_S, MAX_SESSIONS, Cache, Sessions, Turn
 from akv_server.tokenizer import Tokenizer
+from akv_server.tools import Parser
+
+MakeConstraint = Callable[[], Constraint]
 
 
 class RunningEngine(Runs, Cache, Protocol):
@@ -64,6 +68,7 @@ class Completions:
         self.chat = Chat(tokenizer)
         self.requests = RequestMetrics()
         self._num_vocab = config.vocab_size
+        self._grammars = Grammars(tokenizer, config.vocab_size, self.chat.end_ids if tokenizer.chat_template else ())
         self.sessions = Sessions(
             engine,
             window=self.window,
@@ -87,7 +92,7 @@ class Completions:
         changed, for whatever can be known before."""
         arrived_s = self.requests.clock()
         self.check_model(body.model)
-        prompt = await asyncio.to_thread(self._prompt, body)  # rendering a long one takes a while
+        prompt, constraint = await asyncio.to_thread(self._prompt, body)  # rendering a long one takes a while
         akv = body.akv or types.AkvRequest()
         async with self.sessions.turn(
             tenant,
@@ -98,7 +103,7 @@ class Completions:
             on_miss=akv.on_miss,
             edit=self._management(body, akv).apply,
         ) as turn:
-            work = self._work(body, prompt, turn)
+            work = self._work(body, prompt, turn, constraint)
             generation = Generation(self.engine, self.tokenizer, work, self.requests, arrived_s)
             try:
                 generation.start()
@@ -112,10 +117,12 @@ class Completions:
             finally:
                 generation.abort()
 
-    def _prompt(self, body: ChatBody | CompletionBody) -> Prompt:
-        if isinstance(body, ChatBody):
-            return ChatPrompt(body, self.chat)
-        return TextPrompt(body, self.tokenizer, self._num_vocab)
+    def _prompt(self, body: ChatBody | CompletionBody) -> tuple[Prompt, MakeConstraint | None]:
+        """The prompt, and what holds an answer to it to a grammar, if one has to."""
+        if not isinstance(body, ChatBody):
+            return TextPrompt(body, self.tokenizer, self._num_vocab), None
+        prompt = ChatPrompt(body, self.chat)
+        return prompt, self._grammars.constraint(prompt.shape)
 
     def _management(self, body: ChatBody | CompletionBody, akv: types.AkvRequest) -> Management:
         num_fitting = min(self.window, self.pool_tokens) - 1  # and one for the answer
@@ -123,7 +130,14 @@ class Completions:
             return Management(body.messages, akv.marks or (), body.context_management, num_fitting)
         return Management((), akv.marks or (), None, num_fitting)
 
-    def _work(self, body: ChatBody | CompletionBody, prompt: Prompt, turn: Turn) -> Work:
+    def _work(
+        self, body: ChatBody | CompletionBody, prompt: Prompt, turn: Turn, constraint: MakeConstraint | None
+    ) -> Work:
+        use, written, is_thinking = prompt.shape.use, prompt.shape.written, prompt.shape.is_thinking
+
+        def parser() -> Parser:
+            return Parser(written, use.functions, many=use.many, is_thinking=is_thinking)
+
         is_scored = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
         stop_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else prompt.stop_ids)
         layout = turn.stream.layout
@@ -142,6 +156,9 @@ class Completions:
             num_prompt_logprobs=body.num_logprobs if is_scored else None,
             # What is new to a session is scored, whether or not another one had computed it before.
             scores_from=turn.stream.num_known if turn.session else None,
+            parser=None if use.choice == "none" else parser,
+            constraint=constraint,
+            shown=self.chat.marker_ids,
         )
 
     def stats(self) -> types.CacheStats:
@@ -215,19 +232,27 @@ class Completion:
         body, build = self._body, self._replies
         is_chat = isinstance(body, ChatBody)
         wants_tokens = body.num_logprobs is not None or bool(body.return_token_ids)
+        has_calls = self._prompt.shape.use.choice != "none"
         begun: set[int] = set()
         num_running = body.num_choices
         async for piece in self._generation.pieces():
-            if is_chat and piece.choice not in begun:
+            choice = self._generation.choices[piece.choice]
+            tokens = [piece.token] if piece.token else []
+            has_part = bool(piece.text or (tokens and wants_tokens))
+            # one that may begin with a call is opened by what it does begin with
+            opens = not has_calls or has_part or (piece.outcome is not None and not piece.deltas)
+            if is_chat and opens and piece.choice not in begun:
                 begun.add(piece.choice)
                 yield build.chunk([build.first(piece.choice)])
-            tokens = [piece.token] if piece.token else []
-            if piece.text or (tokens and wants_tokens):
-                offset = len(self._generation.choices[piece.choice].text) - len(piece.text)
+            if has_part:
+                offset = len(choice.text) - len(piece.text)
                 yield build.chunk([build.part(piece.choice, piece.text, tokens, offset, body.num_logprobs)])
+            for delta in piece.deltas:
+                yield build.chunk([build.calls(piece.choice, delta, is_first=piece.choice not in begun)])
+                begun.add(piece.choice)
             if piece.outcome:
                 num_running -= 1
-                last = build.last(piece.choice, piece.outcome)
+                last = build.last(choice)
                 if num_running:
                     yield build.chunk([last])
                     continue
@@ -243,7 +268,7 @@ class Completion:
         choice = self._generation.choices[0]
         outcomes = [c.outcome for c in self._generation.choices if c.outcome]
         turn = self._turn
-        after = self._prompt.answered(turn.stream, choice.token_ids, choice.text)
+        after = self._prompt.answered(turn.stream, choice.token_ids, choice.text, choice.calls)
         await self._service.sessions.keep_answer(turn, after)
         layout = turn.stream.layout
         akv = types.AkvReply(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ class Engine:
         self.model = model
         self.config = config
         self.kv = KV(model, config.num_pages, config.page_size)
-        self.forward = self._graphs().forward if model.device.type == "cuda" else self._forward
+        self.graphs = self._make_graphs() if model.device.type == "cuda" else None
+        self.forward = self.graphs.forward if self.graphs else self.run_eagerly
         self._draw: Draw | None = getattr(model.backend, "sample", None)
         self.tier = self._make_tier()
         self.cache = Cache(
@@ -88,7 +90,7 @@ class Engine:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def _graphs(self) -> DecodeGraphs:
+    def _make_graphs(self) -> DecodeGraphs:
         pages = self.kv.k_pages, self.kv.v_pages
         return DecodeGraphs(self.model, *pages, capture_cuda_graphs(), max_rows=self.config.max_running)
 
@@ -289,8 +291,8 @@ class Engine:
         self._time_prefill(step, begun)
         return results
 
-    def _forward(self, step: StepInput) -> Tensor:
-        """The logits of a step that lies on the host. On a GPU `DecodeGraphs.forward` stands in its place."""
+    def run_eagerly(self, step: StepInput) -> Tensor:
+        """The logits of a step that lies on the host, float32 [R, vocab_size] on the device; no graph is used."""
         return self.model.forward(step.to(self.model.device), self.kv.k_pages, self.kv.v_pages)
 
     def _time_prefill(self, step: Step, begun: float) -> None:
@@ -314,7 +316,8 @@ class Engine:
                 chunk.running.carried = chunk.running.request.sampling.generator()
         params = [chunk.running.request.sampling for chunk in chunks]
         generators = [chunk.running.carried for chunk in chunks]
-        ids = sample(rows, params, generators, self._draw)  # type: ignore[arg-type]
+        admitted = _masked(rows, [chunk.running.request for chunk in chunks])
+        ids = sample(admitted, params, generators, self._draw)  # type: ignore[arg-type]
         sampled = {c.running: GeneratedToken(int(token)) for c, token in zip(chunks, ids.tolist(), strict=True)}
         asked = [i for i, c in enumerate(chunks) if c.running.request.num_logprobs is not None]
         if asked:
@@ -338,6 +341,20 @@ class Engine:
             for i, score in enumerate(_scores(logits[rows], targets, num_top) if rows else ()):
                 scores[chunk.first_row + i] = score
         return scores
+
+
+def _masked(
+    logits: Tensor,  # float32 [R, vocab]
+    requests: Sequence[Request],  # R of them
+) -> Tensor:
+    """The logits, without the tokens that a request does not admit. Leaves `logits` alone."""
+    held = [(row, request.token_mask()) for row, request in enumerate(requests) if request.token_mask is not None]
+    if not held:
+        return logits
+    masks = torch.ones(logits.shape, dtype=torch.bool)
+    for row, mask in held:
+        masks[row] = torch.from_numpy(mask)
+    return logits.masked_fill(~masks.to(logits.device), float("-inf"))
 
 
 def _scores(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Score]:

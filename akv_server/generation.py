@@ -1,22 +1,24 @@
-"""Running one completion on the engine: its choices, their text, stop strings, and giving up early.
+"""Running one completion on the engine: its choices, their text and calls, stop strings, and giving up early.
 
-Owns the way from the engine's thread to the event loop, text cut at stop strings, and aborting. Knows neither HTTP nor
-the shape of a reply, and of sessions only the prompt they hand it.
+Owns the way from the engine's thread to the event loop, text cut at stop strings, where a grammar or a parser of calls
+comes in, and aborting. Knows neither HTTP nor the shape of a reply, and of sessions only the prompt they hand it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from akv_server.grammar import Constraint
 from akv_server.metrics import RequestMetrics, Watch
 from akv_server.ops import History
 from akv_server.sampler import SamplingParams
 from akv_server.scheduler import GeneratedToken, Outcome, Request
 from akv_server.tokenizer import Tokenizer
+from akv_server.tools import Call, CallDelta, Parser, overlap
 
 
 class Runs(Protocol):
@@ -32,7 +34,8 @@ class Work:
     """What to run: `num_choices` continuations of one prompt.
 
     `seed + i` seeds choice i, so that equal requests give equal choices and the choices differ. `num_known` is the
-    number of prompt tokens that the session had computed before.
+    number of prompt tokens that the session had computed before. `parser` finds calls, `constraint` holds a choice to a
+    grammar: each makes a fresh one. `shown` are special tokens that the parser has to see.
     """
 
     salt: str
@@ -47,28 +50,35 @@ class Work:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     scores_from: int | None = None  # prompt tokens behind this are scored even where their KV came from the cache
+    parser: Callable[[], Parser] | None = None
+    constraint: Callable[[], Constraint] | None = None
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Piece:
     """A bit of a choice, in order. `token` is None for text that was held back and let go at the end; `outcome` is set
-    on the last piece of a choice."""
+    on the last piece of a choice, and with it all its `calls`."""
 
     choice: int
     text: str
     token: GeneratedToken | None = None
+    deltas: Sequence[CallDelta] = ()
     outcome: Outcome | None = None
+    calls: Sequence[Call] = ()
 
 
 @dataclass
 class Choice:
-    """What came of one choice so far. `text` ends before the stop string; `tokens` include those that made it."""
+    """What came of one choice so far. `text` ends before the stop string and is without calls; `tokens` include those
+    that made them. `calls` are known at the end."""
 
     index: int
     text: str = ""
     tokens: list[GeneratedToken] = field(default_factory=list)
     token_offsets: list[int] = field(default_factory=list)  # len(text) before each token's text
     outcome: Outcome | None = None
+    calls: Sequence[Call] = ()
 
     @property
     def token_ids(self) -> list[int]:
@@ -78,8 +88,8 @@ class Choice:
 class TextOut:
     """Generated text, piece by piece, without what may yet become a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
-        self._decoder = tokenizer.decode_stream()
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], shown: frozenset[int] = frozenset()) -> None:
+        self._decoder = tokenizer.decode_stream(shown=shown)
         self._stops = stops
         self._held = ""
 
@@ -90,7 +100,7 @@ class TextOut:
         if found >= 0:
             text, self._held = self._held[:found], ""
             return text, True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return text, False
 
@@ -98,12 +108,6 @@ class TextOut:
         """What was held back; the end of the text."""
         text, self._held = self._held + self._decoder.finish(), ""
         return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Generation:
@@ -144,7 +148,7 @@ class Generation:
                 choice.token_offsets.append(len(choice.text))
             choice.text += piece.text
             if piece.outcome is not None:
-                choice.outcome = piece.outcome
+                choice.outcome, choice.calls = piece.outcome, piece.calls
                 self._num_running -= 1
                 if piece.outcome.error is not None:
                     self.abort()
@@ -158,7 +162,9 @@ class Generation:
                 self._engine.abort(request.request_id)
 
     def _request(self, index: int, tokenizer: Tokenizer, work: Work) -> Request:
-        out = TextOut(tokenizer, work.stops)
+        out = TextOut(tokenizer, work.stops, work.shown if work.parser else frozenset())
+        parser = work.parser() if work.parser else None
+        constraint = work.constraint() if work.constraint else None
         watch = Watch(self._metrics, self._arrived_s)
         seed = work.sampling.seed
 
@@ -168,13 +174,23 @@ class Generation:
 
         def on_token(token: GeneratedToken) -> str | None:
             watch.on_token()
+            is_over = constraint is not None and constraint.take(token.token_id)
             text, is_stop = out.push(token.token_id)
-            put(Piece(index, text, token))
-            return "stop" if is_stop else None
+            deltas: list[CallDelta] = []
+            if parser is not None:
+                text, deltas = parser.push(text)
+                is_over = is_over or parser.is_done
+            put(Piece(index, text, token, deltas))
+            return "stop" if is_stop or is_over else None
 
         def on_done(outcome: Outcome) -> None:
             watch.on_done(outcome)
-            put(Piece(index, out.finish(), outcome=outcome))
+            text = out.finish()
+            if parser is None:
+                put(Piece(index, text, outcome=outcome))
+                return
+            (text, deltas), (rest, more) = parser.push(text), parser.finish()
+            put(Piece(index, text + rest, None, deltas + more, outcome, tuple(parser.calls)))
 
         return Request(
             request_id=uuid.uuid4().hex,
@@ -188,6 +204,7 @@ class Generation:
             num_prompt_logprobs=work.num_prompt_logprobs if index == 0 else None,
             scores_from=work.scores_from,
             num_known=work.num_known if index == 0 else len(work.tokens),
+            token_mask=constraint.mask if constraint else None,
             on_token=on_token,
             on_done=on_done,
         )

@@ -7,20 +7,24 @@ model is `chat.py`'s; what becomes of ops is `streams.py`'s. Knows neither engin
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from akv_sdk import types
 from akv_server import streams
 from akv_server.chat import Chat, Piece, normalise_for_matching
 from akv_server.errors import AkvError
+from akv_server.grammar import Shape
 from akv_server.requests import ChatBody, CompletionBody
 from akv_server.streams import Block, Continued, Message, Stream
 from akv_server.tokenizer import Tokenizer
+from akv_server.tools import NO_TOOLS, Call, tool_use
 
 
 class TextPrompt:
     """A prompt that is the whole stream, as a text or as token ids."""
+
+    shape = Shape()
 
     def __init__(self, body: CompletionBody, tokenizer: Tokenizer, num_vocab: int) -> None:
         self.stop_ids = tokenizer.eos_token_ids
@@ -36,7 +40,7 @@ class TextPrompt:
         """What becomes of a session's stream."""
         return streams.continued(stream, self._tokens)
 
-    def answered(self, stream: Stream, generated: list[int], text: str) -> Stream:
+    def answered(self, stream: Stream, generated: list[int], text: str, calls: Sequence[Call] = ()) -> Stream:
         """The prompt's stream with what was generated."""
         return replace(stream, tokens=stream.tokens + generated)
 
@@ -46,10 +50,24 @@ class ChatPrompt:
 
     def __init__(self, body: ChatBody | types.RenderRequest, chat: Chat) -> None:
         self.stop_ids = chat.end_ids
+        use = NO_TOOLS
+        if isinstance(body, ChatBody):
+            use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._chat = chat
         self._rendered = chat.render(body.messages, body.tools, body.add_generation_prompt)
         self._identities = [normalise_for_matching(message) for message in body.messages]
         self._head = json.dumps(body.tools, sort_keys=True) if body.tools else None
+        if use.many and not chat.takes_many_calls:
+            use = replace(use, many=False)
+        asked = body.response_format if isinstance(body, ChatBody) else None
+        self.shape = Shape(
+            use,
+            chat.call_format,
+            asked.schema_of_answer if asked else None,
+            is_strict=bool(asked and asked.json_schema and asked.json_schema.strict),
+            is_thinking=self._rendered.is_thinking,
+        )
+        """What the answer has to look like."""
 
     def continued(self, stream: Stream) -> Continued:
         """What becomes of a session's stream: the messages that it shares with the request, and the rest anew."""
@@ -70,8 +88,9 @@ class ChatPrompt:
         tokens += self._rendered.generation
         return streams.continued(stream, tokens, tuple(messages), self._head, num_kept if differs else None)
 
-    def answered(self, stream: Stream, generated: list[int], text: str) -> Stream:
-        """The prompt's stream with what was generated, as a message that is known by `text` when it comes back.
+    def answered(self, stream: Stream, generated: list[int], text: str, calls: Sequence[Call] = ()) -> Stream:
+        """The prompt's stream with what was generated, as a message that is known by `text` and `calls` when it comes
+        back.
 
         Where nothing was generated, what opens the model's turn goes again: the next message may be anybody's.
         """
@@ -79,8 +98,9 @@ class ChatPrompt:
         if not generated:
             shorter, num_lost = stream.truncated(end)
             return stream if num_lost else shorter
-        piece = self._chat.generated_piece(self._rendered, generated, len(stream.messages))
-        identity = normalise_for_matching({"role": "assistant", "content": text})
+        piece = self._chat.generated_piece(self._rendered, generated, len(stream.messages), calls)
+        called = [call.body() for call in calls]
+        identity = normalise_for_matching({"role": "assistant", "content": text, "tool_calls": called})
         tokens = stream.tokens + generated
         message = replace(_placed(piece, end, identity), end=len(tokens), is_open=True)
         return replace(stream, tokens=tokens, messages=(*stream.messages, message))

@@ -14,6 +14,7 @@ from typing import Any
 from akv_server.generation import Choice
 from akv_server.scheduler import GeneratedToken, Outcome
 from akv_server.tokenizer import Tokenizer
+from akv_server.tools import CallDelta
 
 Body = dict[str, Any]
 
@@ -56,9 +57,12 @@ class Replies:
 
     def choice(self, choice: Choice, prompt: Echo | None, num_logprobs: int | None) -> Body:
         """A finished choice. `prompt` stands before the text where the caller asked for an echo."""
-        body: Body = {"index": choice.index, "finish_reason": _finish_reason(choice.outcome)}
+        body: Body = {"index": choice.index, "finish_reason": _finish_reason(choice)}
         if self._chat:
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.calls:
+                body["message"]["content"] = choice.text or None
+                body["message"]["tool_calls"] = [call.body() for call in choice.calls]
             logprobs = None if num_logprobs is None else self._chat_logprobs(choice.tokens, num_logprobs)
         else:
             echoed = prompt.text if prompt else ""
@@ -95,9 +99,15 @@ class Replies:
             body["token_ids"] = [token.token_id for token in tokens]
         return body
 
-    def last(self, index: int, outcome: Outcome) -> Body:
+    def calls(self, index: int, delta: CallDelta, *, is_first: bool) -> Body:
+        """Some more of a call in a chat stream. `is_first`: nothing opened the choice yet."""
+        opening = {"role": "assistant", "content": None} if is_first else {}
+        body = {**opening, "tool_calls": [delta.body()]}
+        return {"index": index, "delta": body, "logprobs": None, "finish_reason": None}
+
+    def last(self, choice: Choice) -> Body:
         """What closes a streamed choice."""
-        body: Body = {"index": index, "logprobs": None, "finish_reason": _finish_reason(outcome)}
+        body: Body = {"index": choice.index, "logprobs": None, "finish_reason": _finish_reason(choice)}
         return {**body, "delta": {}} if self._chat else {**body, "text": ""}
 
     def _name(self, token_id: int) -> str:
@@ -162,8 +172,9 @@ class Echo:
         self.text = "".join(parts) + decoder.finish()
 
 
-def _finish_reason(outcome: Outcome | None) -> str | None:
-    return outcome.finish_reason if outcome else None
+def _finish_reason(choice: Choice) -> str | None:
+    reason = choice.outcome.finish_reason if choice.outcome else None
+    return "tool_calls" if reason == "stop" and choice.calls else reason
 
 
 def _joined(a: Body, b: Body) -> Body:

@@ -7,7 +7,7 @@ any misfit into an `invalid_request` that names the field. Knows neither HTTP no
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
@@ -110,11 +110,45 @@ class CompletionFields(BaseModel):
         ]
 
 
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, populate_by_name=True)
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """`json_schema` is that of the answer; of type json_object, any JSON object will do."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema: type json_schema needs one")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """None where any text will do."""
+        if self.type == "json_schema" and self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class ChatBody(CompletionFields):
-    """Body of `POST /v1/chat/completions`. `messages` and `tools` are checked where they are rendered."""
+    """Body of `POST /v1/chat/completions`. `messages` are checked where they are rendered, `tools` and `tool_choice`
+    in `tools.py`."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=100_000)]
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
     context_management: ContextManagement | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     add_generation_prompt: bool = True

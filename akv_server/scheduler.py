@@ -85,6 +85,7 @@ class Request:
     num_prompt_logprobs: int | None = None
     scores_from: int | None = None  # with num_prompt_logprobs: score what stands behind this even where its KV is there
     num_known: int = 0  # tokens that this session computed before: computing them again counts as replayed
+    token_mask: Callable[[], Array] | None = None  # bool [vocab]: what may be sampled behind the tokens heard so far
 
 
 class State(Enum):
@@ -586,6 +587,9 @@ class Scheduler:
         self.cache.append(running.lease, token.token_id)
         try:
             reason = running.request.on_token(token)
+        except AkvError as error:
+            self.fail(running, error)
+            return
         except Exception:
             log.exception("a listener failed on token %d of request %s", token.token_id, running.request.request_id)
             self.fail(running, AkvError("internal_error", "the reply could not be built"))

@@ -187,8 +187,9 @@ class Tokenizer:
         decoder = self.decode_stream(skip_special)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.finish()
 
-    def decode_stream(self, skip_special: bool = True) -> IncrementalDecoder:
-        return IncrementalDecoder(self, skip_special)
+    def decode_stream(self, skip_special: bool = True, shown: frozenset[int] = frozenset()) -> IncrementalDecoder:
+        """`shown` are special tokens whose names are text all the same."""
+        return IncrementalDecoder(self, skip_special, shown)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; of a special token its name; b"" where no token has this id."""
@@ -271,15 +272,16 @@ class Tokenizer:
 class IncrementalDecoder:
     """Text of a stream, token by token, never with half a character in it. Mutable; one per stream."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, shown: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = tokenizer.strips_first_space
 
     def push(self, token_id: int) -> str:
         """What is certain to follow now; "" while a character is still incomplete."""
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._shown:
             return ""
         return self._begun(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 

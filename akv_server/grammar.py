@@ -1,0 +1,262 @@
+"""Holding what a model writes to a grammar: calls whose arguments fit their schema, answers in JSON.
+
+Owns writing the grammar of a request and which tokens it admits next; the only module that knows llguidance. Knows
+neither messages nor the engine, which asks for a mask before it samples.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from akv_server.errors import AkvError
+from akv_server.tokenizer import Tokenizer
+from akv_server.tools import (
+    CLOSING,
+    HERMES,
+    NO_TOOLS,
+    OPENING,
+    PYTHON_TAG,
+    THINK_CLOSING,
+    THINK_OPENING,
+    CallFormat,
+    Function,
+    ToolUse,
+)
+
+Schema = dict[str, Any]
+
+MAX_CALLS = 16  # in one answer that is held to a grammar
+_MAX_GRAMMARS = 64  # kept compiled
+# As templates write JSON. No other space: a small model would never end it.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_REST = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an answer must look like. `schema`: JSON of this schema, `is_strict`: or a refusal where parts of it cannot
+    be enforced. None: any text. Calls as `use` allows. `is_thinking`: the template opened the model's reasoning."""
+
+    use: ToolUse = NO_TOOLS
+    written: CallFormat = HERMES
+    schema: Schema | None = None
+    is_strict: bool = False
+    is_thinking: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any text will do."""
+        calls_are_free = self.use.choice != "required" and not any(f.is_strict for f in self.use.functions)
+        return self.schema is None and (calls_are_free or self.use.choice == "none")
+
+
+class Grammars:
+    """Compiles grammars for one model. May be used from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, num_vocab: int, end_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._num_vocab = num_vocab
+        self._end_ids = sorted(end_ids)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def constraint(self, shape: Shape) -> Callable[[], Constraint] | None:
+        """Makes constraints to `shape`, one for each answer; None where any text will do.
+
+        Raises AkvError("invalid_request") that names the schema which is none, or which cannot be enforced.
+        """
+        if shape.is_free:
+            return None
+        if shape.schema is not None:
+            self._check("response_format", _json(shape.schema, lenient=not shape.is_strict))
+        for function in shape.use.functions:
+            if shape.use.choice == "required" or function.is_strict:
+                self._check(function.param, _json(_closed(function.parameters), lenient=not function.is_strict))
+        param = "tools" if shape.schema is None else "response_format"
+        compiled = self._compile(_Writer(shape, self._tokenizer).grammar(), param)
+        return lambda: Constraint(compiled.deep_copy(), self._num_vocab)
+
+    @cached_property
+    def _library(self) -> LLTokenizer:
+        spec = {**self._tokenizer.spec, "post_processor": None, "truncation": None, "padding": None}
+        return LLTokenizer(json.dumps(spec), n_vocab=self._num_vocab, eos_token=self._end_ids)
+
+    def _check(self, param: str, json_rule: str) -> None:
+        self._compile(f"start: {json_rule}", param)
+
+    def _compile(self, grammar: str, param: str) -> LLMatcher:
+        with self._lock:
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+                return self._compiled[grammar]
+            compiled = LLMatcher(self._library, grammar, log_level=0)
+            if compiled.is_error():
+                reason = compiled.get_error().partition("\n   1 |")[0].rpartition("JSON schema: ")[2]
+                raise AkvError("invalid_request", f"{param}: cannot be enforced: {reason[:500]}", param=param)
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > _MAX_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return compiled
+
+
+class Constraint:
+    """One answer on its way through its grammar. Mutable; used by one thread at a time."""
+
+    def __init__(self, matcher: LLMatcher, num_vocab: int) -> None:
+        self._matcher = matcher
+        self._num_vocab = num_vocab
+
+    def mask(self) -> NDArray[np.bool_]:  # [vocab]
+        """The tokens that may come next. All, once the grammar has failed: `take` says so."""
+        bits = np.full(-(-self._num_vocab // 32), -1, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():
+            return np.ones(self._num_vocab, np.bool_)
+        return np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._num_vocab].view(np.bool_)
+
+    def take(self, token_id: int) -> bool:
+        """Goes on with a token that the mask allowed; whether the answer is complete.
+
+        Raises AkvError("invalid_request") where the grammar became too complex to follow.
+        """
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+        if self._matcher.is_error():
+            message = f"the schema is too complex to hold an answer to it: {self._matcher.get_error()[:300]}"
+            raise AkvError("invalid_request", message)
+        return self._matcher.is_stopped()
+
+
+class _Writer:
+    """Writes the grammar of a shape, in llguidance's dialect of Lark."""
+
+    def __init__(self, shape: Shape, tokenizer: Tokenizer) -> None:
+        self._shape = shape
+        self._tokenizer = tokenizer
+        self._rules: list[str] = [f"REST: {_REST}"]
+
+    def grammar(self) -> str:
+        shape = self._shape
+        bodies = [] if shape.use.choice == "none" else [self._calls()]
+        if shape.use.choice != "required":
+            bodies.append(self._add("answer", self._answer()))
+        thought = ""
+        if shape.is_thinking:
+            thought = self._until("thought", THINK_CLOSING) + r" /\s*/ "
+        elif THINK_OPENING in self._tokenizer.special | self._tokenizer.added:
+            thought = f"({self._mark(THINK_OPENING)} {self._until('thought', THINK_CLOSING)} /\\s*/)? "
+        return f"start: {thought}({' | '.join(bodies)})\n" + "\n".join(self._rules) + "\n"
+
+    def _answer(self) -> str:
+        shape = self._shape
+        if shape.schema is not None:
+            return _json(shape.schema, lenient=not shape.is_strict)
+        # what is not a call; in the Hermes format it may have calls in it, see there
+        first = {"hermes": None, "json": "{", "pythonic": "["}[shape.written.style]
+        return '""' if first is None else rf"/(\s*[^\s\{first}](.|\n)*)?/"
+
+    def _calls(self) -> str:
+        """The rule of an answer that calls."""
+        shape, required = self._shape, self._shape.use.choice == "required"
+        one = self._add("call", " | ".join(self._call(i, f) for i, f in enumerate(shape.use.functions)))
+        style = shape.written.style
+
+        def several(call: str, between: str) -> str:
+            return f"{call} ({_quoted(between)} {call}){{0,{MAX_CALLS - 1}}}" if shape.use.many else call
+
+        if style == "hermes":
+            tags = f'"\\n" {one} "\\n" {self._mark(CLOSING)}'
+            if not required and shape.schema is None:
+                opened = self._until("opened", OPENING)
+                return self._add("calls", f"({opened} {tags})* REST")
+            tagged = self._add("tagged", f"{self._mark(OPENING)} {tags}")
+            return self._add("calls", several(tagged, "\n"))
+        if style == "json":
+            tag = f"({self._mark(PYTHON_TAG)})? " if PYTHON_TAG in self._tokenizer.special else ""
+            return self._add("calls", tag + several(one, "; "))
+        return self._add("calls", f'"[" {several(one, ", ")} "]"')
+
+    def _call(self, i: int, function: Function) -> str:
+        is_held = function.is_strict or self._shape.use.choice == "required"
+        schema = _closed(function.parameters) if is_held else {"type": "object"}
+        lenient = not function.is_strict
+        written = self._shape.written
+        if written.style == "pythonic":
+            return self._add(f"call_{i}", f'{_quoted(function.name + "(")} {self._keywords(i, schema, lenient)} ")"')
+        head = f'{{"name": {json.dumps(function.name)}, "{written.key}": '
+        return self._add(f"call_{i}", f'{_quoted(head)} {_json(schema, lenient=lenient)} "}}"')
+
+    def _keywords(self, i: int, schema: Schema, lenient: bool) -> str:
+        """The arguments of a Python call, in the order of the schema, with values as JSON writes them.
+
+        `first_n` is what follows from argument n on where none was written yet, `next_n` where one was.
+        """
+        properties = schema.get("properties") or {}
+        required = schema.get("required") or []
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        names = [name for name in properties if name.isidentifier()]
+        beyond = set(schema) & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "minProperties"}
+        unnamed = [name for name in required if name not in names]
+        if beyond or unnamed:
+            what = f"its {min(beyond)}" if beyond else f"the argument {unnamed[0]!r}"
+            param = self._shape.use.functions[i].param
+            message = f"{param}: {what} cannot be enforced where the model writes calls in Python"
+            raise AkvError("invalid_request", message, param=param)
+        first = behind = self._add(f"end_{i}", '""')
+        for n, name in reversed(list(enumerate(names))):
+            value = properties[name]
+            value = {**shared, **value} if isinstance(value, dict) else value
+            rule = f"{_quoted(name + '=')} {_json(value, lenient=lenient)}"
+            pair = self._add(f"pair_{i}_{n}", rule)
+            if name in required:
+                first, behind = f"{pair} {behind}", f'", " {pair} {behind}'
+            else:
+                first, behind = f"{pair} {behind} | {first}", f'(", " {pair})? {behind}'
+            first, behind = self._add(f"first_{i}_{n}", first), self._add(f"next_{i}_{n}", behind)
+        return first
+
+    def _until(self, name: str, mark: str) -> str:
+        """Any text up to the first `mark`, and that."""
+        if mark in self._tokenizer.special:
+            return f"REST {self._mark(mark)}"
+        self._rules.append(f"{name}[lazy]: {_REST} {_quoted(mark)}")
+        return name
+
+    def _mark(self, mark: str) -> str:
+        """A mark as the tokenizer has it: a special token stands for no text."""
+        token_id = self._tokenizer.special.get(mark)
+        return _quoted(mark) if token_id is None else f"<[{token_id}]>"
+
+    def _add(self, name: str, rule: str) -> str:
+        self._rules.append(f"{name}: {rule}")
+        return name
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _json(schema: Any, *, lenient: bool) -> str:
+    """JSON of a schema. `lenient`: what cannot be enforced of it is left aside."""
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": {**_JSON_STYLE, "lenient": lenient}}
+    try:
+        return f"%json {json.dumps(schema)}"
+    except RecursionError:
+        raise AkvError("invalid_request", "a schema is nested too deeply", param="tools") from None
+
+
+def _closed(schema: Schema) -> Schema:
+    """The schema without arguments that it does not name, unless it says that there may be others."""
+    says = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+    return schema if says & set(schema) else {**schema, "additionalProperties": False}
