@@ -26,6 +26,7 @@ from akv_server.graphs import DecodeGraphs, pad_rows
 from akv_server.model import StepInput
 from akv_server.sampler import SamplingParams, sample
 from tests.models import tiny_model
+from tests.perf import gpu
 from tests.test_engine import Client, assert_right, drop, run, some_tokens
 from tests.truth import Truth
 
@@ -97,7 +98,7 @@ def taped(path, kernels, **config) -> tuple[Engine, DecodeGraphs, Tape]:
     tape = Tape(kernels)
     engine = Engine(loader.load_model(files.resolve(str(path)), backend=tape.backend), EngineConfig(**config))
     pages = engine.kv.k_pages, engine.kv.v_pages
-    graphs = DecodeGraphs(engine.model, *pages, tape, max_rows=engine.config.max_running)
+    engine.graphs = graphs = DecodeGraphs(engine.model, *pages, tape, max_rows=engine.config.max_running)
     engine.forward = graphs.forward
     return engine, graphs, tape
 
@@ -112,7 +113,7 @@ def compared(engine: Engine, graphs: DecodeGraphs) -> Callable[[StepInput], Tens
         after = [x.clone() for x in pages]
         for x, y in zip(pages, before, strict=True):
             x.copy_(y)
-        wanted = engine.model.forward(step, engine.kv.k_pages, engine.kv.v_pages)
+        wanted = engine.run_eagerly(step)
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
         for got, x, old in zip(after, pages, before, strict=True):
             torch.testing.assert_close(got, x, atol=1e-5, rtol=1e-5, equal_nan=True)
@@ -258,8 +259,7 @@ def test_what_fits_no_graph_runs_without(path, truth):
     assert graphs._size_of(of(5, 1, 1)) is None
     assert graphs._size_of(of(1, 16, 4 * 256 + 1)) is None
     wide = of(5, 20, 3)
-    wanted = engine.model.forward(wide, engine.kv.k_pages, engine.kv.v_pages)
-    assert torch.equal(graphs.forward(wide), wanted)
+    assert torch.equal(graphs.forward(wide), engine.run_eagerly(wide))
 
 
 def test_a_capture_that_fails_is_served_without_a_graph(path, truth, caplog):
@@ -280,8 +280,20 @@ def test_a_capture_that_fails_is_served_without_a_graph(path, truth, caplog):
 
 def test_a_cpu_runs_without_graphs(path):
     engine = Engine(loader.load_model(files.resolve(str(path))), EngineConfig(num_pages=8))
-    assert engine.forward == engine._forward
+    assert engine.graphs is None
+    assert engine.forward == engine.run_eagerly
     assert engine._draw is None
+
+
+def test_the_benchmark_of_decode_runs_both_ways(path):
+    """`make gpu` times it on a GPU; here it only has to run, and to use what it says."""
+    engine, _, _ = taped(path, select("cpu"), num_pages=200)
+    rows = gpu.decode_times(engine, sizes=(1, 3), stream=300, gap=20, steps=4)
+    assert [(row["num_seqs"], row["steps_as_graphs"]) for row in rows] == [(1, 4), (3, 4)]
+    assert all(row["eager_ms"] > 0 and row["graphs_ms"] > 0 for row in rows)
+    assert all(row["same_tokens"] == 1 for row in rows)
+    engine.check()
+    assert engine.scheduler.is_idle
 
 
 # Sampling by a kernel -----------------------------------------------------------------------------------------------

@@ -306,6 +306,8 @@ def check_sample(device: str) -> Iterator[Check]:
     for num_vocab, draws in ((97, 3), (5000, 1)):
         logits = (2.5 * _randn(8, len(SAMPLING), num_vocab)).float().round(decimals=4)
         logits[1, 5:9] = logits[1].max()  # ties
+        logits[2:6, num_vocab // 2 :] = float("-inf")
+        logits[7:, 11:] = float("-inf")
         uniform = torch.rand(draws, len(SAMPLING), generator=torch.Generator().manual_seed(9))
         columns = [torch.tensor(column) for column in zip(*SAMPLING, strict=True)]
         columns[1] = columns[1].int()
@@ -364,15 +366,17 @@ def check_engine(device: str) -> Iterator[Check]:
     def tried(path: Path, backend: ModuleType, on: str, dtype: str) -> tuple[list[Client], list[float]]:
         model = loader.load_model(files.resolve(str(path)), weights_as=dtype, device=on, backend=backend)
         engine = Engine(model, EngineConfig(num_pages=24, max_running=4))
-        pages, gaps = (engine.kv.k_pages, engine.kv.v_pages), []
-        if on == "cpu":  # a "graph" is the function once more
-            engine.forward = DecodeGraphs(model, *pages, lambda run: run, max_rows=4).forward
-        by_graph = engine.forward
+        graphs, gaps = engine.graphs, []
+        if graphs is None:  # no GPU: a "graph" is the function once more
+            graphs = DecodeGraphs(model, engine.kv.k_pages, engine.kv.v_pages, lambda run: run, max_rows=4)
 
         def compared(step: StepInput) -> Tensor:
-            logits = by_graph(step).clone()
+            before = graphs.num_replayed
+            logits = graphs.forward(step).clone()
             if step.plan.max_rows == 1 and len(step.logit_rows):
-                gaps.append(relative_error(logits, model.forward(step.to(model.device), *pages).double()))
+                gaps.append(relative_error(logits, engine.run_eagerly(step).double()))
+                if graphs.num_replayed == before:  # not captured
+                    gaps.append(float("inf"))
             return logits
 
         engine.forward = compared

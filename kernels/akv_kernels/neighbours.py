@@ -191,7 +191,7 @@ def sample_kernel(
         token = base + tl.arange(0, BLOCK)
         x = tl.load(logits + token, mask=token < num_vocab, other=float("-inf"))
         weight = tl.exp((x - top) * scale)
-        keep = (ordered_key(x) >= low) & (weight >= floor) & (token < num_vocab)
+        keep = (ordered_key(x) >= low) & (weight >= floor) & (weight > 0.0)
         weight = tl.where(keep, weight, 0.0)
         upto = passed + tl.cumsum(weight, 0)
         picked = tl.minimum(picked, tl.min(tl.where(keep & (upto > goal), token, num_vocab), 0))
@@ -201,7 +201,7 @@ def sample_kernel(
 
 
 def sample(
-    logits: Tensor,  # float32 [R, vocab], finite
+    logits: Tensor,  # float32 [R, vocab]; -inf for what must not be drawn, at least one finite
     temperature: Tensor,  # float32 [R]; 0: greedy
     top_k: Tensor,  # int32 [R]; 0: off
     top_p: Tensor,  # float32 [R]; 1: off

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +24,12 @@ from akv_kernels.testing import make_rotary
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+from akv_server.engine import Engine, EngineConfig
+from akv_server.model import StepInput
+from akv_server.ops import Op
+from akv_server.sampler import SamplingParams
+from akv_server.scheduler import GeneratedToken, Request
 
 OUT = Path("out/gpu.json")
 DEVICE = "cuda"  # ROCm calls itself so too
@@ -268,14 +277,78 @@ def graph_times() -> dict[str, float]:
     return {"eager_ms": eager, "graph_ms": replayed}
 
 
-def end_to_end() -> dict[str, float]:
-    """The engine with the default model in bfloat16: first token after a drop, without one, and prefilled again."""
+def decode_times(
+    engine: Engine, sizes: Sequence[int] = (1, 8, 32), *, stream: int = 2000, gap: int = 40, steps: int = 40
+) -> list[dict[str, float]]:
+    """Milliseconds of a whole decode step, launched kernel by kernel and as a graph: sequences of `stream` tokens with
+    four drops each, one decoding step after another; the median. What both ways generate is compared, too."""
+    graphs, results = engine.graphs, []
+    assert graphs is not None
+
+    def run(num_seqs: int, forward: Callable[[StepInput], Tensor]) -> tuple[float, list[list[int]]]:
+        engine.forward = forward
+        generated: list[list[int]] = [[] for _ in range(num_seqs)]
+
+        def listener(number: int) -> Callable[[GeneratedToken], None]:
+            return lambda token: generated[number].append(token.token_id)
+
+        for number in range(num_seqs):
+            tokens = random.Random(number).choices(range(3, 300), k=stream)
+            starts = range(stream // 5, stream, stream // 5)
+            history = tuple(Op("drop", stream - 1, start, start + gap, repos=True) for start in starts)
+            request = Request(
+                request_id=f"decode {number}",
+                salt="",
+                tokens=tokens,
+                history=history,
+                sampling=SamplingParams(temperature=0),
+                max_tokens=4 + steps,
+                stop_token_ids=frozenset(),
+                on_token=listener(number),
+                on_done=lambda _: None,
+            )
+            engine.submit(request)
+        times = []
+        while engine.scheduler.running or engine.scheduler.waiting:
+            is_timed = len(generated[-1]) > 2 and all(len(ids) < 4 + steps for ids in generated) and len(times) < steps
+            before, begun = graphs.num_replayed, time.perf_counter()
+            engine.step()
+            if is_timed:
+                times.append(time.perf_counter() - begun)
+                replayed.append(graphs.num_replayed - before)
+        return statistics.median(times) * 1e3, generated
+
+    for num_seqs in sizes:
+        replayed: list[int] = []
+        run(num_seqs, graphs.forward)  # compiles and captures
+        replayed.clear()
+        graphs_ms, by_graph = run(num_seqs, graphs.forward)
+        used = sum(replayed)
+        eager_ms, eagerly = run(num_seqs, engine.run_eagerly)
+        pairs = zip(itertools.chain(*by_graph), itertools.chain(*eagerly), strict=True)
+        same = [a == b for a, b in pairs]
+        results.append(
+            {
+                "num_seqs": num_seqs,
+                "eager_ms": eager_ms,
+                "graphs_ms": graphs_ms,
+                "steps_as_graphs": used,
+                "same_tokens": sum(same) / len(same),
+            }
+        )
+    engine.forward = graphs.forward
+    return results
+
+
+def engine_times() -> dict[str, Any]:
+    """The engine with the default model in bfloat16: decode with and without graphs; the first token after a drop,
+    without one, and prefilled again."""
     from akv_server import files, loader
-    from akv_server.engine import Engine, EngineConfig
     from tests.perf.bench import drop_against_none
 
     model = loader.load_model(files.resolve("default"), weights_as="bfloat16", device=DEVICE)
-    return drop_against_none(Engine(model, EngineConfig(num_pages=2048)), rounds=5)
+    engine = Engine(model, EngineConfig(num_pages=8192))
+    return {"engine_decode": decode_times(engine), "end_to_end": drop_against_none(engine, rounds=5)}
 
 
 def tests(console: Console) -> bool:
@@ -319,6 +392,11 @@ def report(console: Console, results: dict[str, Any]) -> None:
     console.print(
         f"one layer's decode attention: {graph['eager_ms']:.4f} ms, {graph['graph_ms']:.4f} ms as a CUDA graph"
     )
+    for row in results["engine_decode"]:
+        console.print(
+            f"a decode step of {row['num_seqs']} sequences with 4 drops each: {row['eager_ms']:.2f} ms, "
+            f"{row['graphs_ms']:.2f} ms as a CUDA graph ({row['same_tokens']:.1%} of the tokens are the same)"
+        )
     e2e = results["end_to_end"]
     console.print(
         f"first token after a drop {e2e['ttft_after_drop_ms']:.1f} ms, with no drop {e2e['ttft_no_drop_ms']:.1f} ms, "
@@ -344,7 +422,7 @@ def main() -> int:
         "attention": list(attention_times(ceiling)),
         "repos_pages": repos_times(ceiling),
         "graph": graph_times(),
-        "end_to_end": end_to_end(),
+        **engine_times(),
     }
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps(results, indent=1))
