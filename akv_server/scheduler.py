@@ -16,6 +16,7 @@ finds everything there. The client has its answer by then.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -101,7 +102,7 @@ class View:
 
     def __init__(self, lease: Lease, layout: Layout, phase: int, end: int, page_size: int) -> None:
         self.phase, self.version, self.end, self.page_size = phase, lease.version, end, page_size
-        self.pages: list[int] = []
+        self.pages = array("i")
         self.segments: list[list[int]] = []  # (slot, length, start index, delta)
         index = np.flatnonzero(visible_mask(layout.feed(end - layout.num_tokens), end))
         slots = lease.slots[index]
@@ -110,7 +111,7 @@ class View:
             return
         pages, offsets = np.divmod(slots, page_size)
         turns = np.flatnonzero(np.diff(pages)) + 1
-        self.pages = pages[np.concatenate([[0], turns])].tolist()
+        self.pages.extend(pages[np.concatenate([[0], turns])].tolist())
         entry = np.zeros(len(index), np.int64)
         entry[turns] = 1
         logical = np.cumsum(entry) * page_size + offsets
@@ -166,7 +167,7 @@ class Chunk:
     start: int
     end: int
     first_row: int
-    pages: list[int]
+    pages: array[int]
     segments: list[list[int]]
     samples: bool  # its last row is the one to sample from
     scores: bool  # every row's logits are wanted
@@ -395,7 +396,7 @@ class Scheduler:
             is_last = running.state is State.PREFILLING and span is running.todo[-1] and end == span.end
             samples = running.state is State.DECODING or (is_last and running.limit > 0)
             chunks.append(
-                Chunk(running, start, end, row, list(view.pages), [list(s) for s in view.segments], samples, scores)
+                Chunk(running, start, end, row, view.pages[:], [list(s) for s in view.segments], samples, scores)
             )
             token_ids.append(lease.tokens[start:end])
             positions.append(np.arange(start, end) + shift)

@@ -5,6 +5,7 @@ Owns how sequences, segments and page tables become flat int32 arrays. Knows no 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -74,7 +75,7 @@ class SequencePlan:
     """One sequence's part of a plan, in plain integers."""
 
     row_index: Sequence[int]  # stream indexes of its query rows, ascending
-    pages: Sequence[int]  # its page table
+    pages: Sequence[int]  # its page table; fastest as array("i")
     segments: Sequence[tuple[int, int, int, int]]  # (slot, length, start index, delta) each, ascending in start
 
 
@@ -83,13 +84,13 @@ def build_plan(sequences: Sequence[SequencePlan], rotary: Rotary, page_size: int
     row_seq: list[int] = []
     row_index: list[int] = []
     segments: list[tuple[int, int, int, int]] = []
-    pages: list[int] = []
+    pages = array("i")  # int32; thousands of them a sequence, so that lists of objects would cost more than a launch
     seq_rows, seq_segments, seq_pages = [0], [0], [0]
     for number, sequence in enumerate(sequences):
         row_seq += [number] * len(sequence.row_index)
         row_index += sequence.row_index
         segments += sequence.segments
-        pages += sequence.pages
+        pages.extend(sequence.pages)
         seq_rows.append(len(row_index))
         seq_segments.append(len(segments))
         seq_pages.append(len(pages))
@@ -104,7 +105,7 @@ def build_plan(sequences: Sequence[SequencePlan], rotary: Rotary, page_size: int
         seq_rows=ints(seq_rows),
         seq_segments=ints(seq_segments),
         seq_pages=ints(seq_pages),
-        page_table=ints(pages),
+        page_table=torch.frombuffer(pages, dtype=torch.int32) if pages else ints([]),
         seg_slot=columns[0],
         seg_length=columns[1],
         seg_start=columns[2],
