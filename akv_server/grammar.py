@@ -37,8 +37,9 @@ Schema = dict[str, Any]
 
 MAX_CALLS = 16  # in one answer that is held to a grammar
 _MAX_GRAMMARS = 64  # kept compiled
-# As templates write JSON. No other space: a small model would never end it.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Space without a bound would let a small model never come to an end.
+_AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ON_LINES = {"whitespace_pattern": r"(\n[ ]{0,32}|[ ])?"}
 _REST = r"/(.|\n)*/"
 
 
@@ -78,10 +79,11 @@ class Grammars:
         if shape.is_free:
             return None
         if shape.schema is not None:
-            self._check("response_format", _json(shape.schema, lenient=not shape.is_strict))
+            self._check("response_format", _json(shape.schema, _ON_LINES, lenient=not shape.is_strict))
         for function in shape.use.functions:
             if shape.use.choice == "required" or function.is_strict:
-                self._check(function.param, _json(_closed(function.parameters), lenient=not function.is_strict))
+                rule = _json(_closed(function.parameters), _AS_TEMPLATES_WRITE, lenient=not function.is_strict)
+                self._check(function.param, rule)
         param = "tools" if shape.schema is None else "response_format"
         compiled = self._compile(_Writer(shape, self._tokenizer).grammar(), param)
         return lambda: Constraint(compiled.deep_copy(), self._num_vocab)
@@ -160,7 +162,7 @@ class _Writer:
     def _answer(self) -> str:
         shape = self._shape
         if shape.schema is not None:
-            return _json(shape.schema, lenient=not shape.is_strict)
+            return _json(shape.schema, _ON_LINES, lenient=not shape.is_strict)
         # what is not a call; in the Hermes format it may have calls in it, see there
         first = {"hermes": None, "json": "{", "pythonic": "["}[shape.written.style]
         return '""' if first is None else rf"/(\s*[^\s\{first}](.|\n)*)?/"
@@ -194,7 +196,7 @@ class _Writer:
         if written.style == "pythonic":
             return self._add(f"call_{i}", f'{_quoted(function.name + "(")} {self._keywords(i, schema, lenient)} ")"')
         head = f'{{"name": {json.dumps(function.name)}, "{written.key}": '
-        return self._add(f"call_{i}", f'{_quoted(head)} {_json(schema, lenient=lenient)} "}}"')
+        return self._add(f"call_{i}", f'{_quoted(head)} {_json(schema, _AS_TEMPLATES_WRITE, lenient=lenient)} "}}"')
 
     def _keywords(self, i: int, schema: Schema, lenient: bool) -> str:
         """The arguments of a Python call, in the order of the schema, with values as JSON writes them.
@@ -216,7 +218,7 @@ class _Writer:
         for n, name in reversed(list(enumerate(names))):
             value = properties[name]
             value = {**shared, **value} if isinstance(value, dict) else value
-            rule = f"{_quoted(name + '=')} {_json(value, lenient=lenient)}"
+            rule = f"{_quoted(name + '=')} {_json(value, _AS_TEMPLATES_WRITE, lenient=lenient)}"
             pair = self._add(f"pair_{i}_{n}", rule)
             if name in required:
                 first, behind = f"{pair} {behind}", f'", " {pair} {behind}'
@@ -246,10 +248,10 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-def _json(schema: Any, *, lenient: bool) -> str:
+def _json(schema: Any, space: dict[str, Any], *, lenient: bool) -> str:
     """JSON of a schema. `lenient`: what cannot be enforced of it is left aside."""
     if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": {**_JSON_STYLE, "lenient": lenient}}
+        schema = {**schema, "x-guidance": {**space, "lenient": lenient}}
     try:
         return f"%json {json.dumps(schema)}"
     except RecursionError:
