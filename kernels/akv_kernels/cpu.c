@@ -550,15 +550,19 @@ static void mass_of_sequences(void *args, int begin, int end) {
             KeyBlock block;
             find_keys(plan, rb->seq, b, rb->num_keys, &segment, &before, &block);
             score_block(c, rb, head, &block, &t, t.turned, &turned_for);
+            float mass[BLOCK] = {0}; /* of each key */
             for (int r = 0; r < rb->num_rows; r++) {
                 int seen = count_seen(&block, plan->row_index[rb->row + r]);
                 for (int h = 0; h < c->group; h++) {
                     size_t at = (size_t)(rb->row + r) * c->num_q_heads + head * c->group + h;
-                    const float *weight = work->row_weight + 2 * at, *score = t.score + (r * c->group + h) * BLOCK;
-                    for (int j = 0; j < seen; j++)
-                        page_mass[block.entry[j]] += exp2_one(score[j] - weight[0]) * weight[1];
+                    float most = work->row_weight[2 * at], inverse = work->row_weight[2 * at + 1];
+                    float *score = t.score + (r * c->group + h) * BLOCK;
+                    for (int j = 0; j < BLOCK; j += VL)
+                        store(score + j, exp2_lanes(load(score + j) - most) * inverse);
+                    for (int j = 0; j < seen; j++) mass[j] += score[j];
                 }
             }
+            for (int j = 0; j < block.num_keys; j++) page_mass[block.entry[j]] += mass[j];
         }
     }
 }
