@@ -171,7 +171,7 @@ def test_a_baked_in_value_would_be_seen(path, kept, caplog):
     assert "Tensor-likes are not close" in caplog.text
 
 
-def decode_step(kernels, seed: int) -> tuple[StepInput, tuple[Tensor, ...]]:
+def decode_step(seed: int) -> tuple[StepInput, tuple[Tensor, ...]]:
     """A step of five rows (the second and the last want no logits) on a case of the kernels' own tests."""
     case = make_attention_case(
         "decode", seed=seed, rows=(1, 1, 1, 1), segments=(3, 1, 6, 2), num_q_heads=4, head_dim=16
@@ -196,7 +196,7 @@ def test_padding_changes_nothing(path, weights):
     weights_as = "float32" if weights == "reference" else weights
     model = loader.load_model(files.resolve(str(path)), weights_as=weights_as, backend=kernels)
     for seed in range(3):
-        step, (k, v) = decode_step(kernels, seed)
+        step, (k, v) = decode_step(seed)
         pages = [[x.clone() for _ in range(model.config.num_layers)] for x in (k, v)]
         wanted = model.forward(step, *pages)
         for num_rows in (5, 8, 16):
@@ -224,6 +224,46 @@ def test_padding_rows_see_nothing():
         assert torch.equal(got[:num_rows], wanted)
         assert not got[num_rows:].any()
         assert torch.equal(*mass)
+
+
+class OnDevice(TorchDispatchMode):
+    """No operation touches a tensor of the host: the meta device stands in for a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        assert devices <= {"meta"}, f"{function} reads the host"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rotary", ["there", "on the host"])
+def test_a_step_never_reads_the_host(path, rotary):
+    """Neither of which a capture would bear: a copy of the model's frequencies in each step, a table left behind."""
+    backend = SimpleNamespace(
+        segment_batch_attention=lambda q, k, v, plan, scale: torch.empty_like(q),
+        rope_and_write=lambda q, k, v, ks, vs, slots, rotation, interleaved, scale: q * rotation.sum(),
+        rms_norm=lambda x, weight, eps, residual=None: x * weight if residual is None else (x * weight, x + residual),
+        silu_mul=lambda x: x.chunk(2, dim=-1)[0],
+    )
+    model = loader.load_model(files.resolve(str(path)), backend=backend, device="meta")
+    if rotary == "on the host":
+        model._rotary_here = model.rotary
+    step, (k, v) = decode_step(0)
+    pages = [[x.to("meta")] * model.config.num_layers for x in (k, v)]
+
+    def capture(run_: Callable[[], None]) -> Callable[[], None]:
+        def guarded() -> None:
+            with OnDevice():
+                run_()
+
+        return guarded
+
+    graphs = DecodeGraphs(model, *pages, capture, max_rows=8)
+    if rotary == "there":
+        assert graphs.forward(step).shape == (3, model.config.vocab_size)
+        assert graphs.num_replayed == 1
+    else:
+        with pytest.raises(AssertionError, match="reads the host"):
+            graphs.forward(step)
 
 
 def test_what_fits_no_graph_runs_without(path, truth):
