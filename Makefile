@@ -10,10 +10,10 @@ demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dro
 	$(BIN)/akv demo
 
 test: $(VENV)/.dev  ## set up and run all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-soak: $(VENV)/.dev  ## the long form of the random tests: 100,000 steps of the cache, 60 kills of the server
-	AKV_SOAK=1 $(BIN)/python -m pytest tests/test_cache.py tests/test_journal.py
+soak: $(VENV)/.dev  ## the long form of the random tests: 100,000 steps of the cache, 60 kills, ten minutes of load
+	AKV_SOAK=1 $(BIN)/python -m pytest tests/test_cache.py tests/test_journal.py tests/test_load.py
 
 check: $(VENV)/.dev  ## types and lint
 	$(BIN)/ruff check .
