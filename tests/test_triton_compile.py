@@ -79,7 +79,9 @@ ATTENTION: list[tuple[str, dict[str, Any], set[str]]] = [
 
 
 def label(value: object) -> str:
-    return "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        return "-".join(f"{k}={v}" for k, v in value.items())
+    return "+".join(sorted(value)) if isinstance(value, set) else str(value)
 
 
 @pytest.mark.parametrize(("target", "shape", "outputs"), ATTENTION, ids=label)
