@@ -65,11 +65,11 @@ def failures(output: str) -> set[str]:
 def test_the_seeded_faults_fail_the_intended_tests_and_the_fixes_mend_them(outputs):
     assert failures(output_of(outputs, "Now the tests.")) == COST_TESTS | PERIOD_TESTS
     assert failures(output_of(outputs, "One line. The whole suite?")) == PERIOD_TESTS
-    assert output_of(outputs, "It does. The repairs back in").splitlines()[-1].startswith("133 passed")
+    assert output_of(outputs, "So it does.").splitlines()[-1].startswith("133 passed")
 
 
 def test_the_new_test_fails_without_the_fixes_and_the_commit_holds_them(outputs):
-    assert failures(output_of(outputs, "The test must fail")) == {
+    assert failures(output_of(outputs, "It must fail")) == {
         "tests/test_report.py::test_sale_on_the_last_day_of_part_of_a_lot"
     }
     diff = output_of(outputs, "What am I about to commit?")
@@ -90,7 +90,7 @@ def test_books_and_stock_agree_only_after_the_fixes(outputs):
 def test_every_command_does_what_the_agent_says_it_does(outputs):
     """Only the test runs that are meant to fail do; everything else succeeds."""
     failing = [step.thought for step, output in zip(STEPS, outputs, strict=True) if "[exit status" in output]
-    starts = ["Now the tests", "Eight failures", "One line", "The test must fail"]
+    starts = ["Now the tests", "Eight failures", "One line", "It must fail"]
     assert [thought[: len(start)] for thought, start in zip(failing, starts, strict=True)] == starts
 
 
@@ -242,9 +242,7 @@ def test_a_short_full_demo_end_to_end(server, tmp_path, capsys):
     for each in (akv, append_only):  # an untouched prefix is never computed twice
         computed = each["prefilled_tokens"] + sum(len(turn["gaps_s"]) + 1 for turn in each["turns"])
         assert computed == pytest.approx(each["turns"][-1]["stream_tokens"], abs=len(each["turns"]))
-    # The budget is AKV's average, which three growing turns exceed: the window slides, and what is behind it is lost.
-    assert truncation["prefilled_tokens"] > akv["prefilled_tokens"]
-    assert truncation["peak_visible_tokens"] <= akv["mean_visible_tokens"]
+    assert truncation["peak_visible_tokens"] <= akv["peak_visible_tokens"]
 
 
 class Refusing(Truncation):

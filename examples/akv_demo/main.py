@@ -90,8 +90,8 @@ def demo(console: Console, client: Client, recording: Recording, out: Path, *, i
     runs: list[Run] = []
     with View(console, names, num_steps) as view:
         runs.append(play(Akv(client, f"demo-{run_id}-akv", SYSTEM, TASK), recording, view))
-        # The rivals may see as much as AKV did on average.
-        budget = runs[0].mean_visible_tokens
+        # The rivals may see as much at once as AKV did at its peak.
+        budget = runs[0].peak_visible_tokens
         rivals: list[Callable[[], Strategy]] = [
             lambda: Truncation(client, f"demo-{run_id}-truncation", SYSTEM, TASK, budget_tokens=budget)
         ]
