@@ -154,12 +154,12 @@ def test_a_baked_in_value_would_be_seen(path, kept, caplog):
     engine, graphs, tape = taped(path, select("cpu"), num_pages=64)
     attend = tape.backend.segment_batch_attention
 
-    def bake(q, k_pages, v_pages, plan, *, scale):
+    def bake(q, k_pages, v_pages, plan, **options):
         if calls := tape.calls:
             tape.calls = None
             plan = replace(plan, **{kept: getattr(plan, kept).clone()})
             tape.calls = calls
-        return attend(q, k_pages, v_pages, plan, scale=scale)
+        return attend(q, k_pages, v_pages, plan, **options)
 
     tape.backend.segment_batch_attention = bake
     engine.forward = compared(engine, graphs)
@@ -239,8 +239,8 @@ class OnDevice(TorchDispatchMode):
 def test_a_step_never_reads_the_host(path, rotary):
     """Neither of which a capture would bear: a copy of the model's frequencies in each step, a table left behind."""
     backend = SimpleNamespace(
-        segment_batch_attention=lambda q, k, v, plan, scale: torch.empty_like(q),
-        rope_and_write=lambda q, k, v, ks, vs, slots, rotation, interleaved, scale: q * rotation.sum(),
+        segment_batch_attention=lambda q, k, v, plan, **_: torch.empty_like(q),
+        rope_and_write=lambda q, k, v, ks, vs, slots, rotation, **_: q * rotation.sum() + slots.sum(),
         rms_norm=lambda x, weight, eps, residual=None: x * weight if residual is None else (x * weight, x + residual),
         silu_mul=lambda x: x.chunk(2, dim=-1)[0],
     )
