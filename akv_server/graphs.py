@@ -186,15 +186,16 @@ def capture_cuda_graphs() -> Capture:
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP_RUNS):
+        current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(current):  # back to it also from a capture that failed half way
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UP_RUNS):
+                    run()
+            current.wait_stream(stream)
+            # Only this thread is held to what a capture allows; others may go on waiting for copies of theirs.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Only this thread is held to what a capture allows; others may go on waiting for copies of theirs.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            run()
         return graph.replay
 
     return capture

@@ -7,7 +7,8 @@ read when the tape was made, instead of from a graph's buffers, is stale in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from akv_server import files, loader
 from akv_server.engine import Engine, EngineConfig
-from akv_server.graphs import DecodeGraphs, pad_rows
+from akv_server.graphs import DecodeGraphs, capture_cuda_graphs, pad_rows
 from akv_server.model import StepInput
 from akv_server.sampler import SamplingParams, sample
 from tests.models import tiny_model
@@ -316,6 +317,64 @@ def test_a_capture_that_fails_is_served_without_a_graph(path, truth, caplog):
     assert_right(client, truth)
     assert (len(tries), graphs.num_replayed) == (1, 0)
     assert "captured" in caplog.text
+
+
+class FakeCuda:
+    """As much of torch.cuda as a capture uses; says what ran, and in which stream and mode."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple] = []
+        self.here = "main"
+        self.mode: tuple = ("run",)
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    def Stream(self):
+        return SimpleNamespace(name="side", wait_stream=lambda other: self.log.append(("side waits", other.name)))
+
+    def current_stream(self):
+        return SimpleNamespace(name=self.here, wait_stream=lambda other: self.log.append(("main waits", other.name)))
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=lambda: self.log.append(("replayed",)))
+
+    @contextmanager
+    def stream(self, stream) -> Iterator[None]:
+        before, self.here = self.here, stream.name
+        try:
+            yield
+        finally:
+            self.here = before
+
+    @contextmanager
+    def graph(self, graph, *, pool, stream, capture_error_mode) -> Iterator[None]:
+        self.here, self.mode = stream.name, ("captured", pool, capture_error_mode)
+        yield
+        self.here, self.mode = "main", ("run",)  # not after an error: as torch leaves it
+
+    def run(self) -> None:
+        self.log.append((*self.mode, self.here))
+
+
+def test_a_capture_warms_up_first_and_comes_back_to_its_stream(monkeypatch):
+    cuda = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    capture = capture_cuda_graphs()
+    replay = capture(cuda.run)
+    captured = ("captured", "pool", "thread_local", "side")
+    warm_up = [("side waits", "main"), ("run", "side"), ("run", "side"), ("main waits", "side")]
+    assert cuda.log == [*warm_up, captured]
+    replay()
+    assert cuda.log[-1] == ("replayed",)
+
+    def fails() -> None:
+        if cuda.mode[0] == "captured":
+            raise RuntimeError("not in a capture")
+
+    with pytest.raises(RuntimeError, match="not in a capture"):
+        capture(fails)
+    assert cuda.here == "main"
 
 
 def test_a_cpu_runs_without_graphs(path):
