@@ -93,18 +93,28 @@ class Mark(Marking):
         return self
 
 
+class AutoDrop(Wire):
+    """When the server lets a marked observation go by itself: once each of its tokens got, on average, less than
+    `epsilon` of what a token of the stream gets, in each of the last `turns` turns. `dry_run`: it only says so."""
+
+    epsilon: float = Field(default=0.05, gt=0, le=10, allow_inf_nan=False)
+    turns: Annotated[StrictInt, Field(ge=1, le=1000)] = 3
+    dry_run: bool = False
+
+
 class AkvRequest(Wire):
     """The `akv` object in the body of a completion request (`extra_body` of the openai client).
 
     `ops`, if given, is the stream's whole history and replaces what the server has; left out, the server's journal
     holds. That way either side may lose its state. `marks` speak for this request alone: send those that shall hold
-    with each.
+    with each. `auto_drop` turns server-driven drops on or off for this request; left out, the server's start decides.
     """
 
     session: str | None = Field(default=None, min_length=1, max_length=200)
     ops: list[Op] | None = Field(default=None, max_length=100_000)
     on_miss: OnMiss = "replay"
     marks: list[Mark] | None = Field(default=None, max_length=100_000)
+    auto_drop: AutoDrop | bool | None = None
 
 
 class Block(Reply):
@@ -191,7 +201,8 @@ class ContextManagement(Wire):
 
 
 class AppliedEdit(Reply):
-    """One entry of `applied_edits`: an edit of `context_management` that did something to this request."""
+    """One entry of `applied_edits`: an edit of `context_management` that did something to this request, or what the
+    server dropped by itself behind the answer (`auto_drop`)."""
 
     type: str
     cleared_tool_uses: int = 0

@@ -85,6 +85,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="beyond so many, the least recently used idle ones are forgotten (default: %(default)s)",
     )
+    add(
+        "--auto-drop",
+        action="append",
+        nargs="?",
+        const=None,
+        metavar="TENANT",
+        help="drop marked observations that get no attention, for this tenant (repeatable) or, without a name, for all",
+    )
     commands.add_parser("demo", help="run the demo (akv demo --help)", add_help=False)
     commands.add_parser("estimate", help="FLOPs, bytes and time on paper (akv estimate --help)", add_help=False)
     return parser
@@ -122,6 +130,7 @@ def _serve(options: argparse.Namespace) -> int:
             journal=journal,
             session_ttl_s=options.session_ttl,
             max_sessions=options.max_sessions,
+            auto_drop=lambda tenant: not {None, tenant}.isdisjoint(options.auto_drop or ()),
         ) as service:
             where = f"{torch.get_num_threads()} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
             tenants = sorted({tenant for tenant, _ in options.api_key})

@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from akv_sdk import types
-from akv_server import replies, streams
+from akv_server import auto_drop, replies, streams
+from akv_server.attention import Attention
 from akv_server.chat import Chat
 from akv_server.edits import Management
 from akv_server.errors import AkvError
@@ -24,6 +25,7 @@ from akv_server.model import ModelConfig
 from akv_server.prompts import ChatPrompt, Prompt, TextPrompt, render
 from akv_server.requests import ChatBody, CompletionBody
 from akv_server.sessions import DAY_S, MAX_SESSIONS, Cache, Sessions, Turn
+from akv_server.streams import Stream
 from akv_server.tokenizer import Tokenizer
 from akv_server.tools import Parser
 
@@ -59,8 +61,10 @@ class Completions:
         journal: Journal | None = None,
         session_ttl_s: float = DAY_S,
         max_sessions: int = MAX_SESSIONS,
+        auto_drop: Callable[[str], bool] = lambda tenant: False,
     ) -> None:
         self.engine = engine
+        self._auto_drop = auto_drop  # whether the server drops by itself for a tenant whose request does not say
         self.tokenizer = tokenizer
         self.model = config.name
         self.window = config.max_positions
@@ -103,12 +107,13 @@ class Completions:
             on_miss=akv.on_miss,
             edit=self._management(body, akv).apply,
         ) as turn:
-            work = self._work(body, prompt, turn, constraint)
+            dropping = self._auto_dropping(tenant, akv, turn)
+            work = self._work(body, prompt, turn, constraint, Attention(len(turn.stream.tokens)) if dropping else None)
             generation = Generation(self.engine, self.tokenizer, work, self.requests, arrived_s)
             try:
                 generation.start()
                 self.sessions.keep_prompt(turn)
-                yield Completion(self, body, prompt, turn, generation)
+                yield Completion(self, body, prompt, turn, generation, dropping)
             except Exception as error:
                 self.sessions.take_back(turn)
                 if isinstance(error, AkvError) and error.param == "messages":  # the engine cannot know the field
@@ -130,8 +135,22 @@ class Completions:
             return Management(body.messages, akv.marks or (), body.context_management, num_fitting)
         return Management((), akv.marks or (), None, num_fitting)
 
+    def _auto_dropping(self, tenant: str, akv: types.AkvRequest, turn: Turn) -> types.AutoDrop | None:
+        """How the server drops by itself behind this answer, if it does: only a session has turns to count."""
+        asked = self._auto_drop(tenant) if akv.auto_drop is None else akv.auto_drop
+        if akv.auto_drop and turn.session is None:
+            turn.warnings.append("akv.auto_drop: without a session there are no turns to count, left aside")
+        if not asked or turn.session is None:
+            return None
+        return types.AutoDrop() if asked is True else asked
+
     def _work(
-        self, body: ChatBody | CompletionBody, prompt: Prompt, turn: Turn, constraint: MakeConstraint | None
+        self,
+        body: ChatBody | CompletionBody,
+        prompt: Prompt,
+        turn: Turn,
+        constraint: MakeConstraint | None,
+        attention: Attention | None,
     ) -> Work:
         use, written, is_thinking = prompt.shape.use, prompt.shape.written, prompt.shape.is_thinking
 
@@ -156,6 +175,7 @@ class Completions:
             num_prompt_logprobs=body.num_logprobs if is_scored else None,
             # What is new to a session is scored, whether or not another one had computed it before.
             scores_from=turn.stream.num_known if turn.session else None,
+            attention=attention,
             parser=None if use.choice == "none" else parser,
             constraint=constraint,
             shown=self.chat.marker_ids,
@@ -199,12 +219,14 @@ class Completion:
         prompt: Prompt,
         turn: Turn,
         generation: Generation,
+        dropping: types.AutoDrop | None,
     ) -> None:
         self._service = service
         self._body = body
         self._prompt = prompt
         self._turn = turn
         self._generation = generation
+        self._dropping = dropping
         self._num_visible_prompt_tokens = turn.stream.layout.num_visible
         self._replies = replies.Replies(
             service.tokenizer,
@@ -269,7 +291,8 @@ class Completion:
         outcomes = [c.outcome for c in self._generation.choices if c.outcome]
         turn = self._turn
         after = self._prompt.answered(turn.stream, choice.token_ids, choice.text, choice.calls)
-        await self._service.sessions.keep_answer(turn, after)
+        judged = self._judged(after)
+        await self._service.sessions.keep_answer(turn, judged.stream)
         layout = turn.stream.layout
         akv = types.AkvReply(
             session=turn.session.name if turn.session else None,
@@ -281,13 +304,22 @@ class Completion:
             next_position=layout.next_position,
             spans=turn.stream.spans(),
             ops=[streams.wire_of(op) for op in turn.stream.timeline.history],
-            applied_edits=turn.applied_edits,
-            warnings=self._body.warnings() + turn.warnings,
+            applied_edits=turn.applied_edits + judged.applied_edits,
+            warnings=self._body.warnings() + turn.warnings + judged.warnings,
         ).model_dump(mode="json")
         if not isinstance(self._body, ChatBody) or self._body.context_management is None:
             return {"akv": akv}
         # Where Anthropic's Messages API answers, so that a client of it finds what it looks for.
-        return {"akv": akv, "context_management": {"applied_edits": akv["applied_edits"]}}
+        return {"akv": akv, "context_management": {"applied_edits": akv["applied_edits"][: len(turn.applied_edits)]}}
+
+    def _judged(self, after: Stream) -> auto_drop.Judged:
+        """The answered stream once the server has dropped by itself, where it does."""
+        attention = self._generation.attention
+        if self._dropping is None or attention is None:
+            return auto_drop.Judged(after, [], [])
+        messages = self._body.messages if isinstance(self._body, ChatBody) else ()
+        marks = (self._body.akv and self._body.akv.marks) or ()
+        return auto_drop.judge(after, attention, self._dropping, messages, marks)
 
     def _usage(self) -> replies.Body:
         return replies.usage(self._num_visible_prompt_tokens, self._generation.choices)

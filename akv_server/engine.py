@@ -20,6 +20,7 @@ import torch
 from akv_kernels.plan import SequencePlan, build_plan
 from torch import Tensor
 
+from akv_server.attention import SAMPLED_EVERY
 from akv_server.cache import Cache
 from akv_server.errors import AkvError
 from akv_server.graphs import DecodeGraphs, capture_cuda_graphs
@@ -85,6 +86,7 @@ class Engine:
             max_positions=model.config.max_positions,
         )
         self.num_steps = 0
+        self._unsampled = SAMPLED_EVERY - 1  # decode steps since attention was last noted, of those that want it
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._stopping = False
@@ -278,22 +280,42 @@ class Engine:
     def _run(self, step: Step) -> tuple[dict[Running, GeneratedToken], dict[int, Score]]:
         begun = time.perf_counter()
         sequences = [SequencePlan(range(c.start, c.end), c.pages, c.segments) for c in step.chunks]  # type: ignore[arg-type]
-        logits = self.forward(
-            StepInput(
-                torch.from_numpy(step.token_ids),
-                torch.from_numpy(step.positions),
-                torch.from_numpy(step.write_slots),
-                build_plan(sequences, self.model.rotary, self.config.page_size),
-                torch.tensor(step.logit_rows, dtype=torch.int64),
-            )
+        step_input = StepInput(
+            torch.from_numpy(step.token_ids),
+            torch.from_numpy(step.positions),
+            torch.from_numpy(step.write_slots),
+            build_plan(sequences, self.model.rotary, self.config.page_size),
+            torch.tensor(step.logit_rows, dtype=torch.int64),
         )
+        if self._notes_attention(step):
+            mass = torch.zeros(len(step_input.plan.page_table), device=self.model.device)
+            logits = self.run_eagerly(step_input, mass)
+            self._note_attention(step, mass.cpu().numpy())
+        else:
+            logits = self.forward(step_input)
         results = self._sample(step, logits), self._score(step, logits)
         self._time_prefill(step, begun)
         return results
 
-    def run_eagerly(self, step: StepInput) -> Tensor:
+    def run_eagerly(self, step: StepInput, page_mass: Tensor | None = None) -> Tensor:
         """The logits of a step that lies on the host, float32 [R, vocab_size] on the device; no graph is used."""
-        return self.model.forward(step.to(self.model.device), self.kv.k_pages, self.kv.v_pages)
+        return self.model.forward(step.to(self.model.device), self.kv.k_pages, self.kv.v_pages, page_mass)
+
+    def _notes_attention(self, step: Step) -> bool:
+        """Whether it is time again, in a step that only decodes: the mass of a prompt's rows would cost too much."""
+        is_decode = all(chunk.running.state is not State.PREFILLING for chunk in step.chunks)
+        if not is_decode or not any(chunk.samples and chunk.running.request.attention for chunk in step.chunks):
+            return False
+        self._unsampled = (self._unsampled + 1) % SAMPLED_EVERY
+        return self._unsampled == 0
+
+    def _note_attention(self, step: Step, mass: Array) -> None:
+        first = 0
+        for chunk in step.chunks:
+            end = first + len(chunk.pages)
+            if chunk.samples and (attention := chunk.running.request.attention):
+                attention.add(mass[first:end], chunk.segments, self.config.page_size)
+            first = end
 
     def _time_prefill(self, step: Step, begun: float) -> None:
         """Tells the tier how fast prefill is: by steps of nothing else, and not by small ones, which take as long."""

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from akv_server.attention import Attention
 from akv_server.grammar import Constraint
 from akv_server.metrics import RequestMetrics, Watch
 from akv_server.ops import History
@@ -50,6 +51,7 @@ class Work:
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     scores_from: int | None = None  # prompt tokens behind this are scored even where their KV came from the cache
+    attention: Attention | None = None  # what the prompt's tokens get while the first choice is written
     parser: Callable[[], Parser] | None = None
     constraint: Callable[[], Constraint] | None = None
     shown: frozenset[int] = frozenset()
@@ -122,6 +124,7 @@ class Generation:
         self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self.choices = [Choice(i) for i in range(work.num_choices)]
+        self.attention = work.attention
         self._requests = [self._request(i, tokenizer, work) for i in range(work.num_choices)]
         self._num_running = 0
 
@@ -203,6 +206,7 @@ class Generation:
             num_logprobs=work.num_logprobs,
             num_prompt_logprobs=work.num_prompt_logprobs if index == 0 else None,
             scores_from=work.scores_from,
+            attention=work.attention if index == 0 else None,
             num_known=work.num_known if index == 0 else len(work.tokens),
             token_mask=constraint.mask if constraint else None,
             on_token=on_token,

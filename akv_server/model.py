@@ -252,8 +252,13 @@ class Model:
         step: StepInput,
         k_pages: list[Tensor],  # per layer [num_pages, page_size, num_kv_heads, head_dim], kv_dtype
         v_pages: list[Tensor],
+        page_mass: Tensor | None = None,  # float32 [num_table_entries]
     ) -> Tensor:  # float32 [R, vocab_size]
-        """Writes K and V of the new tokens to their slots; returns the logits of `step.logit_rows`, a fresh tensor."""
+        """Writes K and V of the new tokens to their slots; returns the logits of `step.logit_rows`, a fresh tensor.
+
+        The attention that each entry of the plan's page table gets, summed over rows, heads and layers, is added to
+        `page_mass`, if that is given.
+        """
         config, eps, backend, plan = self.config, self.config.rms_norm_eps, self.backend, step.plan
         num_q, num_kv = config.num_q_heads, config.num_kv_heads
         interleaved, magnitude = self.rotary.interleaved, self.rotary.scale
@@ -280,7 +285,9 @@ class Model:
                 interleaved=interleaved,
                 scale=magnitude,
             )
-            attended = backend.segment_batch_attention(q, k_pages[number], v_pages[number], plan, scale=self._scale)
+            attended = backend.segment_batch_attention(
+                q, k_pages[number], v_pages[number], plan, scale=self._scale, page_mass=page_mass
+            )
             x = layer.o(attended.view(-1, num_q * config.head_dim))
             x, residual = backend.rms_norm(x, layer.mlp_norm, eps, residual)
             x = layer.down(backend.silu_mul(layer.gate_up(x)))

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from akv_server.attention import Attention
 from akv_server.cache import Cache, Lease, Plan, Span, span_indexes
 from akv_server.errors import AkvError
 from akv_server.ops import FORGOTTEN, History, Layout, Timeline, common_prefix
@@ -87,6 +88,7 @@ class Request:
     scores_from: int | None = None  # with num_prompt_logprobs: score what stands behind this even where its KV is there
     num_known: int = 0  # tokens that this session computed before: computing them again counts as replayed
     token_mask: Callable[[], Array] | None = None  # bool [vocab]: what may be sampled behind the tokens heard so far
+    attention: Attention | None = None  # the engine notes here what the stream's tokens get while this decodes
 
 
 class State(Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,6 +60,7 @@ def running(
     journal: Journal | None = None,
     session_ttl_s: float = DAY_S,
     max_sessions: int = MAX_SESSIONS,
+    auto_drop: Callable[[str], bool] = lambda tenant: False,
 ) -> Iterator[Completions]:
     """The service around a started engine, which is stopped at the end. `kv_disk` is a file for evicted KV and its
     limit in bytes. Raises AkvError where the journal belongs to another model, or that file cannot be used."""
@@ -88,6 +89,7 @@ def running(
             journal=journal,
             session_ttl_s=session_ttl_s,
             max_sessions=max_sessions,
+            auto_drop=auto_drop,
         )
     finally:
         engine.stop()

@@ -54,7 +54,8 @@ class Stream:
 
     `num_known` counts the first tokens whose KV was computed under this history before: computing one of them again is
     a replay. `head` identifies what the template makes of a request besides its messages (its tools). `closes_gaps`: a
-    drop with repos "auto" left its gap open, to be closed once positions run out.
+    drop with repos "auto" left its gap open, to be closed once positions run out. `quiet` has `(start, end, turns)` of
+    blocks that got little attention in each of their last so many turns.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -63,6 +64,7 @@ class Stream:
     num_known: int = 0
     head: Hashable = None
     closes_gaps: bool = False
+    quiet: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -130,6 +132,7 @@ class Stream:
             messages=tuple(m for m in self.messages if m.end <= num_tokens),
             timeline=timeline,
             num_known=min(num_tokens, common_prefix(self.timeline, timeline, self.num_known)),
+            quiet=tuple(block for block in self.quiet if block[1] <= num_tokens),
         )
         return stream, len(self.timeline.history) - len(kept)
 

@@ -1,0 +1,101 @@
+"""Which marked observations the server lets go by itself, because the model has stopped looking at them.
+
+Owns counting quiet turns, what is protected besides what every policy protects, and how it is told. Pure: knows
+neither sessions nor the engine. What may go at all is for `akv_sdk.policies` to say.
+
+An observation's *share* of a turn is the attention density of what would go of it (attention per token, over all heads
+and layers, at the sampled decode steps) over that of all visible tokens of the prompt. The first page stays out of
+both: the first tokens take half of all attention whatever they say. Neither its length nor the stream's bears on a
+share; an observation that gets as much as any other text has 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from akv_sdk import types
+from akv_sdk.policies import Context, Drop, Target, decide
+from akv_sdk.policies.context import Message, spans_of, subtract
+from akv_server import streams
+from akv_server.attention import Attention
+from akv_server.errors import AkvError
+from akv_server.streams import NamedSpan, Stream
+
+NUM_SINK_TOKENS = 16  # a page: the sinks cannot be told apart from the other tokens in it
+NUM_RECENT_TOKENS = 512  # at the stream's end, never dropped
+
+EDIT_TYPE = "auto_drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A stream after a turn, what of it went, and what there is to say."""
+
+    stream: Stream
+    applied_edits: list[types.AppliedEdit]
+    warnings: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Quiet:
+    """The policy: observations that were quiet for long enough, and lie before the recent window."""
+
+    quiet: dict[types.Span, int]
+    turns: int
+    recent: int
+
+    def select(self, context: Context) -> Iterator[Drop]:
+        for target in context.observations:
+            turns = self.quiet.get((target.start, target.end), 0)
+            if turns >= self.turns and target.end <= self.recent and not target.is_reread:
+                yield Drop(target, f"quiet for {turns} turns")
+
+
+def judge(
+    stream: Stream,
+    attention: Attention,
+    settings: types.AutoDrop,
+    messages: Sequence[Message],
+    marks: Sequence[types.Mark],
+) -> Judged:
+    """What becomes of an answered stream. A turn in which nothing was sampled counts for nobody."""
+    if not attention.num_steps:
+        return Judged(stream, [], [])
+    ops = [streams.wire_of(op) for op in stream.timeline.history]
+    context = Context(messages, stream.spans(), ops, marks)
+    before = {(start, end): turns for start, end, turns in stream.quiet}
+    quiet: dict[types.Span, int] = {}
+    for target, share in shares(context, attention):
+        if share < settings.epsilon:
+            quiet[target.start, target.end] = before.get((target.start, target.end), 0) + 1
+    stream = replace(stream, quiet=tuple((*span, turns) for span, turns in quiet.items()))
+    drops = decide(_Quiet(quiet, settings.turns, len(stream.tokens) - NUM_RECENT_TOKENS), context)
+    if not drops:
+        return Judged(stream, [], [])
+    if settings.dry_run:
+        return Judged(stream, [], [f"{EDIT_TYPE}: dry run, would drop {_listed(drops)}"])
+    try:
+        spans = [NamedSpan(EDIT_TYPE, *span) for span in spans_of(drops)]
+        stream = streams.drop(stream, spans, repos=True, forget=False).stream
+    except AkvError as error:  # a repos of the client's put something in the way
+        return Judged(stream, [], [f"{EDIT_TYPE}: {error.message}"])
+    num_tokens = sum(drop.target.num_tokens for drop in drops)
+    edit = types.AppliedEdit(type=EDIT_TYPE, cleared_tool_uses=len(drops), cleared_input_tokens=num_tokens)
+    return Judged(stream, [edit], [f"{EDIT_TYPE}: dropped {_listed(drops)}"])
+
+
+def shares(context: Context, attention: Attention) -> list[tuple[Target, float]]:
+    """The observations that the model sees, and may lose, with their shares of a turn's attention."""
+    prompt = NUM_SINK_TOKENS, len(attention.density)
+    reference = subtract(prompt, context.dropped)
+    return [
+        (target, attention.share([part for part in target.parts if part[0] >= NUM_SINK_TOKENS], reference))
+        for target in context.observations
+        if target.parts and target.end <= prompt[1]
+    ]
+
+
+def _listed(drops: Sequence[Drop]) -> str:
+    named = [(drop.target.block or f"message {drop.target.message}", drop) for drop in drops]
+    return ", ".join(f"{name} ({drop.target.num_tokens} tokens, {drop.reason})" for name, drop in named)
