@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from akv_server.errors import AkvError
@@ -90,8 +90,8 @@ class Grammars:
 
     @cached_property
     def _library(self) -> LLTokenizer:
-        spec = {**self._tokenizer.spec, "post_processor": None, "truncation": None, "padding": None}
-        return LLTokenizer(json.dumps(spec), n_vocab=self._num_vocab, eos_token=self._end_ids)
+        wrapper = TokenizerWrapper(_Bytes(self._tokenizer, self._num_vocab))
+        return LLTokenizer(wrapper, n_vocab=self._num_vocab, eos_token=self._end_ids)
 
     def _check(self, param: str, json_rule: str) -> None:
         self._compile(f"start: {json_rule}", param)
@@ -109,6 +109,21 @@ class Grammars:
             if len(self._compiled) > _MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
             return compiled
+
+
+class _Bytes:
+    """The tokenizer as llguidance asks for one. Given the model's own files, it would take added tokens that look like
+    tags for special ones."""
+
+    def __init__(self, tokenizer: Tokenizer, num_vocab: int) -> None:
+        self.eos_token_id = tokenizer.eos_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(num_vocab)]
+        self.special_token_ids = sorted(tokenizer.special.values())
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode_run(text, continues=True).ids
 
 
 class Constraint:
