@@ -12,6 +12,7 @@ FOLDERS = {
     "akv_server": "akv_server",
     "akv_kernels": "kernels/akv_kernels",
     "akv_demo": "examples/akv_demo",
+    "swe_bench_agent": "examples/swe_bench_agent",
 }
 
 
@@ -60,6 +61,7 @@ def test_the_packages_know_each_other_one_way():
         assert users_of(package, "akv_kernels") == set()
     for package in ("akv_server", "akv_kernels", "torch"):
         assert users_of(package, "akv_demo") == set()
+        assert users_of(package, "swe_bench_agent") == set()
     # Of the SDK the server knows the contract, and the policies: they are pure functions over the contract's types, and
     # client and server must mean the same by what may be dropped.
     shared = re.compile(r"akv_sdk(\.(types|policies)(\..*)?)?")

@@ -1,0 +1,1 @@
+"""A bash agent for SWE-bench over the AKV SDK: instances in, `preds.json` and trajectories out."""
