@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test soak check bench gpu clean
+.PHONY: demo test soak check bench quality gpu clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dropped, nothing is prefilled twice
@@ -22,6 +22,9 @@ check: $(VENV)/.dev  ## types and lint
 
 bench: $(VENV)/.dev  ## timings as ratios within one run (keep the machine quiet)
 	$(BIN)/python -m tests.perf.bench
+
+quality: $(VENV)/.dev  ## what dropping costs the model on real trajectories, beside deleting, truncation and a summary
+	$(BIN)/python -m tests.perf.quality
 
 gpu: $(VENV)/.dev  ## on a GPU: the kernel tests for real, then timings (needs a torch with CUDA or ROCm)
 	$(BIN)/python -m tests.perf.gpu

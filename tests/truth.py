@@ -34,6 +34,7 @@ class Truth:
         """[num_tokens, vocab] of each token, as the history had it when it was computed (NaN where forgotten)."""
         n = len(tokens)
         layers = self.config["num_hidden_layers"]
+        self.attention = torch.zeros(n, n, dtype=self.dtype)  # row i: over tokens, summed over heads and layers
         keys = torch.zeros(layers, n, self.kv_heads, self.dim, dtype=self.dtype)
         values = torch.zeros_like(keys)
         out = torch.full((n, self.config["vocab_size"]), float("nan"), dtype=self.dtype)
@@ -60,6 +61,7 @@ class Truth:
             v = values[layer, :end].repeat_interleave(group, dim=1)
             scores = torch.einsum("thd,shd->hts", q, k) / dim**0.5
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            self.attention[rows, :end] += weights.sum(0)
             attended = torch.einsum("hts,shd->thd", weights, v).reshape(len(rows), -1)
             x = x + attended @ w[p + "self_attn.o_proj.weight"].T
             h = self._norm(x, w[p + "post_attention_layernorm.weight"])

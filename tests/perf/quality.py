@@ -113,7 +113,7 @@ class Scorer:
 def load(folder: Path, scorer: Scorer, max_tokens: int) -> Iterator[Trajectory]:
     """Every trajectory, cut behind the last answer that ends within `max_tokens`, unless few answers are left."""
     for path in sorted(folder.glob("*.json")):
-        messages = [_marked(i, message) for i, message in enumerate(json.loads(path.read_text())["messages"])]
+        messages = [marked(i, message) for i, message in enumerate(json.loads(path.read_text())["messages"])]
         stream = scorer.stream(messages)
         fitting = [i for i, m in enumerate(stream.messages) if m.role == "assistant" and m.end <= max_tokens]
         turns = [i for i in fitting if i > 0]
@@ -122,7 +122,7 @@ def load(folder: Path, scorer: Scorer, max_tokens: int) -> Iterator[Trajectory]:
             yield Trajectory(path.stem, messages, scorer.stream(messages), turns)
 
 
-def _marked(number: int, message: JSON) -> JSON:
+def marked(number: int, message: JSON) -> JSON:
     """The message as a request has it, an observation in tags of its own."""
     fields = {key: value for key, value in message.items() if key not in ("is_observation", "is_demo")}
     if message.get("is_observation"):

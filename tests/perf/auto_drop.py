@@ -1,0 +1,215 @@
+"""What server-driven drops let go on real trajectories, and how often something that was needed, for several epsilons.
+
+Each trajectory is replayed teacher-forced with everything visible; at every assistant turn the attention of every
+`SAMPLED_EVERY`-th token is noted as the engine does while it decodes, and the server's own policy judges the turn. What
+is approximate: attention is that of a model which still sees what was dropped.
+
+A *need* is a turn that writes an identifier-like word (a path, a number, a name with `_`, `.`, `/` or digits) which one
+earlier observation has, and nothing else before the turn. It is counted where that observation lies before the recent
+window, which is never dropped; a *miss* is a need whose observation was gone when the turn began.
+
+    python -m tests.perf.auto_drop [--cost]
+
+Prints a table for the docs and writes out/auto-drop.json; `--cost` measures what noting attention takes instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from akv_kernels.plan import SequencePlan, build_plan
+from rich.console import Console
+
+from akv_sdk import types
+from akv_server import auto_drop, loader
+from akv_server.attention import SAMPLED_EVERY, Attention
+from akv_server.chat import Chat
+from akv_server.kv import KV
+from akv_server.loader import LoadedModel
+from akv_server.model import StepInput
+from akv_server.ops import Timeline
+from akv_server.prompts import render
+from akv_server.streams import Stream
+from tests.perf.quality import TRAJECTORIES, marked
+
+JSON = dict[str, Any]
+PAGE_SIZE = 16
+EPSILONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+WORD = re.compile(r"[\w./:@-]{6,}")
+
+
+class Replay:
+    """A conversation in the cache, and the attention of its assistant turns."""
+
+    def __init__(self, loaded: LoadedModel, messages: Sequence[JSON], max_tokens: int) -> None:
+        self.model, self.messages = loaded.model, list(messages)
+        body = types.RenderRequest(messages=self.messages, add_generation_prompt=False)
+        stream = render(body, Chat(loaded.tokenizer))
+        fitting = [i for i, message in enumerate(stream.messages) if message.end <= max_tokens]
+        self.stream = replace(
+            stream, tokens=stream.tokens[: stream.messages[fitting[-1]].end], messages=stream.messages[: len(fitting)]
+        )
+        self.turns = [i for i in fitting[1:] if stream.messages[i].role == "assistant"]
+        self._kv = KV(self.model, -(-len(self.stream.tokens) // PAGE_SIZE), PAGE_SIZE)
+        for start in range(0, len(self.stream.tokens), 512):
+            self._forward(range(start, min(start + 512, len(self.stream.tokens))))
+
+    def _forward(self, rows: Sequence[int], mass: torch.Tensor | None = None) -> None:
+        end = rows[-1] + 1
+        plan = build_plan(
+            [SequencePlan(rows, range(-(-end // PAGE_SIZE)), [(0, end, 0, 0)])], self.model.rotary, PAGE_SIZE
+        )
+        at = torch.tensor(rows)
+        tokens = torch.tensor(self.stream.tokens)[at]
+        slots = at if mass is None else torch.full_like(at, -1)
+        step = StepInput(tokens, at, slots, plan, torch.empty(0, dtype=torch.int64))
+        self.model.forward(step, self._kv.k_pages, self._kv.v_pages, mass)
+
+    def attention(self, turn: int) -> Attention:
+        """What the prompt of an assistant turn got while that was written."""
+        message = self.stream.messages[turn]
+        rows = range(message.content_start, message.end, SAMPLED_EVERY)
+        noted = Attention(message.content_start)
+        for row in rows:
+            mass = torch.zeros(row // PAGE_SIZE + 1)
+            self._forward([row], mass)
+            noted.add(mass.numpy(), [(0, row + 1, 0, 0)], PAGE_SIZE)
+        return noted
+
+    def until(self, turn: int, before: Stream) -> Stream:
+        """The stream when a turn ends, with what an earlier one knew."""
+        messages = self.stream.messages[: turn + 1]
+        tokens = self.stream.tokens[: messages[-1].end]
+        return replace(before, tokens=tokens, messages=messages)
+
+    def judged(self, attention: dict[int, Attention], settings: types.AutoDrop) -> Iterator[tuple[int, Stream]]:
+        """Every turn with the stream that it begins with, drops and all; the last is one past the end."""
+        stream = Stream(timeline=Timeline())
+        for turn in self.turns:
+            yield turn, stream
+            stream = auto_drop.judge(
+                self.until(turn, stream), attention[turn], settings, self.messages[: turn + 1], ()
+            ).stream
+        yield len(self.stream.messages), stream
+
+
+def needs(replay: Replay) -> dict[tuple[int, int], set[str]]:
+    """By (turn, message of the observation): the words that the turn can only have from there."""
+    texts = [json.dumps([m.get("content"), m.get("tool_calls")], ensure_ascii=False) for m in replay.messages]
+    words = [{w for w in WORD.findall(text) if re.search(r"[\d_./]", w[1:-1])} for text in texts]
+    found: dict[tuple[int, int], set[str]] = {}
+    for turn in replay.turns:
+        for word in words[turn]:
+            homes = [i for i in range(turn) if word in texts[i]]
+            if len(homes) == 1 and replay.messages[homes[0]].get("content", "").startswith("<ephemeral_observation"):
+                found.setdefault((turn, homes[0]), set()).add(word)
+    return found
+
+
+@dataclass
+class Row:
+    """Of one epsilon over all trajectories: observations and their tokens, those that went, needs and misses."""
+
+    epsilon: float
+    observations: int = 0
+    dropped: int = 0
+    tokens: int = 0
+    tokens_dropped: int = 0
+    needs: int = 0
+    misses: int = 0
+
+
+def measure(replay: Replay, attention: dict[int, Attention], rows: Sequence[Row]) -> None:
+    """Adds a trajectory to each row."""
+    messages = replay.stream.messages
+    blocks = {i: b for i, m in enumerate(messages) for b in m.blocks if b.kind == "observation" and b.start < b.end}
+    for row in rows:
+        settings = types.AutoDrop(epsilon=row.epsilon)
+        wanted = needs(replay)
+        for turn, stream in replay.judged(attention, settings):
+            layout = stream.layout
+            for block in [blocks[i] for at, i in wanted if at == turn and i in blocks]:
+                if block.end <= messages[turn].start - auto_drop.NUM_RECENT_TOKENS:
+                    row.needs += 1
+                    row.misses += layout.num_visible_in(block.start, block.end) < block.end - block.start
+        gone = {i: len(range(b.start, b.end)) - layout.num_visible_in(b.start, b.end) for i, b in blocks.items()}
+        gone = {i: count for i, count in gone.items() if blocks[i].end <= len(stream.tokens)}
+        row.observations += len(blocks)
+        row.tokens += sum(b.end - b.start for b in blocks.values())
+        row.dropped += sum(count > 0 for count in gone.values())
+        row.tokens_dropped += sum(gone.values())
+
+
+def cost(loaded: LoadedModel) -> str:
+    """CPU time of a decode step with and without noting attention, as a table. One thread; the best of 15 rounds."""
+    torch.set_num_threads(1)
+    lines = ["| visible tokens | decode step, ms | sampled step, ms | over all steps |", "|---|---|---|---|"]
+    config = loaded.config
+    kv = KV(loaded.model, config.max_positions // PAGE_SIZE, PAGE_SIZE)
+    for pages in (*kv.k_pages, *kv.v_pages):
+        pages.normal_()
+    for count in (1024, 4096, config.max_positions):
+        plan = build_plan(
+            [SequencePlan([count - 1], range(count // PAGE_SIZE), [(0, count, 0, 0)])], loaded.model.rotary, PAGE_SIZE
+        )
+        at = torch.tensor([count - 1])
+        step = StepInput(torch.tensor([1]), at, at, plan, torch.tensor([0]))
+        taken: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(15):
+            for is_sampled in (False, True):
+                noted, mass = Attention(count), torch.zeros(len(plan.page_table))
+                begun = time.thread_time()
+                loaded.model.forward(step, kv.k_pages, kv.v_pages, mass if is_sampled else None)
+                if is_sampled:
+                    noted.add(mass.numpy(), [(0, count, 0, 0)], PAGE_SIZE)
+                taken[is_sampled].append((time.thread_time() - begun) * 1e3)
+        plain, sampled = min(taken[False]), min(taken[True])
+        more = (sampled / plain - 1) / SAMPLED_EVERY
+        lines.append(f"| {count} | {plain:.1f} | {sampled:.1f} | +{more:.1%} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trajectories", type=Path, default=TRAJECTORIES)
+    parser.add_argument("--max-tokens", type=int, default=6500)
+    parser.add_argument("--cost", action="store_true")
+    options = parser.parse_args()
+    console = Console()
+    loaded = loader.load("default", weights="int8")
+    if options.cost:
+        print(cost(loaded))
+        return
+    rows = [Row(epsilon) for epsilon in EPSILONS]
+    spread: list[float] = []
+    for path in sorted(options.trajectories.glob("*.json")):
+        messages = [marked(i, message) for i, message in enumerate(json.loads(path.read_text())["messages"])]
+        replay = Replay(loaded, messages, options.max_tokens)
+        if len(replay.turns) < 4:
+            continue
+        attention = {turn: replay.attention(turn) for turn in replay.turns}
+        measure(replay, attention, rows)
+        for turn in replay.turns:
+            context = auto_drop.Context(replay.messages, replay.until(turn, Stream(timeline=Timeline())).spans())
+            spread += [share for _, share in auto_drop.shares(context, attention[turn])]
+        console.print(f"[dim]{path.stem}: {len(replay.turns)} turns; {[(r.epsilon, r.misses, r.needs) for r in rows]}")
+    print("| epsilon | observations dropped | of their tokens | needed and gone |\n|---|---|---|---|")
+    for row in rows:
+        freed = row.tokens_dropped / row.tokens
+        print(f"| {row.epsilon} | {row.dropped} of {row.observations} | {freed:.0%} | {row.misses} of {row.needs} |")
+    print("shares, by tenths:", [round(q, 3) for q in statistics.quantiles(spread, n=10)])
+    Path("out").mkdir(exist_ok=True)
+    Path("out/auto-drop.json").write_text(json.dumps([vars(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Server-driven drops: what attention the engine notes, what the policy makes of it, and how it is told over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import numpy as np
+import pytest
+from akv_kernels import select
+from hypothesis import given
+from hypothesis import strategies as st
+
+from akv_sdk import types
+from akv_server import auto_drop, files, loader
+from akv_server.attention import SAMPLED_EVERY, Attention
+from akv_server.engine import Engine, EngineConfig
+from akv_server.ops import Op
+from akv_server.scheduler import Request
+from akv_server.streams import Block, Message, Stream
+from tests.conversations import tagged
+from tests.models import tiny_model
+from tests.server import Server, load_tiny, serving_model
+from tests.test_engine import GREEDY, some_tokens
+from tests.truth import Truth
+
+JSON = dict[str, Any]
+
+# --- what the engine notes --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def engine(path: Path) -> Engine:
+    model = loader.load_model(files.resolve(str(path)), backend=select("cpu"))
+    return Engine(model, EngineConfig(num_pages=64, max_step_tokens=64))
+
+
+def run(engine: Engine, *requests: tuple[list[int], tuple[Op, ...], int, Attention | None]) -> list[list[int]]:
+    outcomes: dict[int, list[int]] = {}
+    for i, (tokens, history, count, attention) in enumerate(requests):
+
+        def on_done(outcome: Any, i: int = i) -> None:
+            outcomes[i] = outcome.tokens
+
+        engine.submit(
+            Request(f"{i}", f"{i}", tokens, history, GREEDY, count, frozenset(), on_done, attention=attention)
+        )
+    while engine.step():
+        engine.check()
+    return [outcomes[i] for i in range(len(requests))]
+
+
+def by_page(weights: np.ndarray, visible: np.ndarray, page_size: int = 16) -> np.ndarray:
+    """A token's weight as the mean over the visible ones of its page."""
+    out = np.zeros(len(weights))
+    for first in range(0, len(weights), page_size):
+        page = np.arange(first, min(first + page_size, len(weights)))
+        page = page[visible[page]]
+        out[page] = weights[page].mean() if len(page) else 0
+    return out
+
+
+@pytest.mark.parametrize("history", [(), (Op("drop", 100, 21, 70, repos=True),)], ids=["whole", "dropped"])
+def test_what_is_noted_equals_the_truth(engine: Engine, path: Path, history: tuple[Op, ...]) -> None:
+    tokens, noted = some_tokens(112), Attention(112)
+    (generated,) = run(engine, (tokens, history, 2, noted))  # one decode step: the first token, which sees the prompt
+    truth = Truth(path)
+    truth.logits(tokens + generated[:1], history)
+    visible = np.array([not (history and 21 <= i < 70) for i in range(112)])
+    expected = by_page(truth.attention[112, :112].numpy(), visible)
+    assert noted.num_steps == 1
+    assert np.abs(noted.density - expected).max() < 1e-4
+    assert noted.density[~visible].sum() == 0
+
+
+def test_attention_is_noted_at_every_so_many_decode_steps_and_never_beside_prefill(engine: Engine) -> None:
+    calls: list[tuple[int, bool]] = []
+    forward = engine.model.forward
+    engine.model.forward = lambda step, k, v, mass=None: (  # type: ignore[method-assign]
+        calls.append((len(step.token_ids), mass is not None)) or forward(step, k, v, mass)
+    )
+    noted = Attention(40)
+    run(engine, (some_tokens(40, 1), (), 2 * SAMPLED_EVERY + 6, noted), (some_tokens(90, 2), (), 50, None))
+    assert noted.num_steps == sum(is_sampled for _, is_sampled in calls) == 3
+    assert all(rows <= 2 for rows, is_sampled in calls if is_sampled)
+    plain = run(engine, (some_tokens(40, 3), (), 9, None)), run(engine, (some_tokens(40, 3), (), 9, Attention(40)))
+    assert plain[0] == plain[1]  # and it changes no answer
+
+
+# --- what the policy makes of it --------------------------------------------------------------------------------------
+
+SETTINGS = types.AutoDrop(epsilon=0.5)
+
+
+def stream_of(*lengths: int, tail: int = 600) -> Stream:
+    """A system prompt, then user messages, each a block of this many tokens between tags of 4, then an answer."""
+    messages = [Message("s", "system", 0, 40, 4, 36, blocks=(Block("s", 20, 30),))]
+    for i, length in enumerate(lengths):
+        start, end = messages[-1].end, messages[-1].end + length + 8
+        messages.append(Message(i, "user", start, end, start, end, blocks=(Block(f"b{i}", start + 4, end - 4),)))
+    start = messages[-1].end
+    messages.append(Message("a", "assistant", start, start + tail, start, start + tail))
+    return Stream(tokens=list(range(start + tail)), messages=tuple(messages))
+
+
+def attention_of(stream: Stream, **density: float) -> Attention:
+    """1.0 for every token but those of the named blocks."""
+    noted = Attention(len(stream.tokens))
+    noted.density[:] = 1.0
+    for message in stream.messages:
+        for block in message.blocks:
+            noted.density[block.start : block.end] = density.get(block.id, 1.0)
+    noted.num_steps = 1
+    return noted
+
+
+def judged(stream: Stream, *turns: dict[str, float], settings: types.AutoDrop = SETTINGS, **said: Any) -> Any:
+    found = None
+    for density in turns:
+        found = auto_drop.judge(
+            stream, attention_of(stream, **density), settings, said.get("messages", ()), said.get("marks", ())
+        )
+        stream = found.stream
+    assert found is not None
+    return found
+
+
+def gone(stream: Stream) -> set[str]:
+    layout = stream.layout
+    blocks = [block for message in stream.messages for block in message.blocks]
+    return {block.id for block in blocks if not layout.num_visible_in(block.start, block.end)}
+
+
+def test_a_block_goes_after_three_quiet_turns_in_a_row_and_once() -> None:
+    stream = stream_of(100, 100)
+    quiet = {"b0": 0.01}
+    assert gone(judged(stream, quiet, quiet).stream) == set()
+    third = judged(stream, quiet, quiet, quiet)
+    assert gone(third.stream) == {"b0"}
+    assert [(e.type, e.cleared_tool_uses, e.cleared_input_tokens) for e in third.applied_edits] == [
+        ("auto_drop", 1, 100)
+    ]
+    assert third.warnings == ["auto_drop: dropped b0 (100 tokens, quiet for 3 turns)"]
+    assert third.stream.layout.next_position == len(stream.tokens) - 100
+    fourth = judged(third.stream, quiet)
+    assert (fourth.applied_edits, fourth.warnings) == ([], [])
+    assert (
+        gone(judged(stream, quiet, quiet, {}, quiet, quiet).stream) == set()
+    )  # a turn that looks starts the count anew
+    assert gone(judged(stream, quiet, settings=types.AutoDrop(turns=1)).stream) == {"b0"}
+
+
+def test_what_is_protected_stays_however_quiet() -> None:
+    stream = stream_of(100, 100, tail=200)
+    quiet = [{"s": 0.0, "b0": 0.0, "b1": 0.0}] * 4
+    assert gone(judged(stream, *quiet).stream) == set()  # all of it in the recent window
+    stream = stream_of(100, 100)
+    assert gone(judged(stream, *quiet).stream) == {"b0", "b1"}  # never the system prompt's
+    pin, kept = types.Mark(message=1, block="b0", pinned=True), types.Mark(message=2, ephemeral=False)
+    assert gone(judged(stream, *quiet, marks=[pin, kept]).stream) == set()
+    head = judged(stream, *quiet, marks=[types.Mark(message=1, keep_head=30), kept]).stream
+    assert head.layout.num_visible == len(stream.tokens) - 70
+
+
+def test_a_turn_without_a_sample_counts_for_nobody() -> None:
+    stream = judged(stream_of(100), {"b0": 0.0}, {"b0": 0.0}).stream
+    found = auto_drop.judge(stream, Attention(len(stream.tokens)), SETTINGS, (), ())
+    assert found.stream is stream
+    assert gone(judged(stream, {"b0": 0.0}).stream) == {"b0"}
+
+
+def test_a_dry_run_only_says_so() -> None:
+    found = judged(stream_of(100), *[{"b0": 0.0}] * 3, settings=types.AutoDrop(dry_run=True))
+    assert gone(found.stream) == set() and found.applied_edits == []
+    assert found.warnings == ["auto_drop: dry run, would drop b0 (100 tokens, quiet for 3 turns)"]
+
+
+def test_counts_are_cut_with_the_stream() -> None:
+    stream = judged(stream_of(100, 100), {"b0": 0.0, "b1": 0.0}).stream
+    assert [turns for _, _, turns in stream.quiet] == [1, 1]
+    shorter, _ = stream.truncated(stream.messages[1].end)
+    assert shorter.quiet == stream.quiet[:1]
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 9), st.floats(0.01, 3))
+def test_a_share_does_not_depend_on_lengths_or_steps(short: int, long: int, steps: int, level: float) -> None:
+    """A block's tokens at `level` times the others' density, whatever else."""
+    stream = stream_of(short, long, tail=4000)
+    noted = attention_of(stream, b0=level, b1=level)
+    noted.density *= steps
+    noted.num_steps = steps
+    found = auto_drop.shares(auto_drop.Context((), stream.spans()), noted)
+    shares = [share for _, share in found]
+    assert shares[0] == pytest.approx(shares[1])
+    weight = (short + long) / (len(stream.tokens) - auto_drop.NUM_SINK_TOKENS)
+    assert shares[0] == pytest.approx(level / (1 + weight * (level - 1)))
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving_model(load_tiny(tmp_path_factory.mktemp("served"))) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+    server.engine.check()
+
+
+class Agent:
+    """Turns of one session. The first message holds a block, the second fills the recent window behind it."""
+
+    def __init__(self, client: httpx.Client, auto: Any, session: str | None = None, first: str | None = None) -> None:
+        self._client, self._session = client, session or uuid4().hex
+        self.auto = auto
+        text = tagged("log", "1 failed, 2 passed. " * 8) if first is None else first
+        self._messages: list[JSON] = [{"role": "user", "content": text}, {"role": "user", "content": "go on " * 110}]
+
+    def turn(self, **fields: Any) -> JSON:
+        akv = {"session": self._session} | ({} if self.auto is None else {"auto_drop": self.auto})
+        body = {"messages": self._messages, "max_tokens": 26, "temperature": 0, "ignore_eos": True, "akv": akv}
+        reply = self._client.post("/v1/chat/completions", json=body | fields)
+        assert reply.status_code == 200, reply.text
+        if fields.get("stream"):
+            chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+            text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+            found = chunks[-1]["akv"]
+        else:
+            text, found = reply.json()["choices"][0]["message"]["content"], reply.json()["akv"]
+        self._messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+        return found
+
+
+ALL = {"epsilon": 10}  # whatever a random model looks at, no share reaches ten
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_reply_of_the_third_quiet_turn_announces_the_drop(client: httpx.Client, stream: bool) -> None:
+    agent = Agent(client, ALL)
+    first, second, third, fourth = (agent.turn(stream=stream) for _ in range(4))
+    assert [a["applied_edits"] for a in (first, second, fourth)] == [[], [], []]
+    block = third["spans"][0]["blocks"][0]
+    num_tokens = block["end"] - block["start"]
+    (edit,) = third["applied_edits"]
+    assert (edit["type"], edit["cleared_tool_uses"], edit["cleared_input_tokens"]) == ("auto_drop", 1, num_tokens)
+    assert f"auto_drop: dropped log ({num_tokens} tokens, quiet for 3 turns)" in third["warnings"]
+    assert not block["visible"] and third["dropped_tokens"] == num_tokens
+    (op,) = third["ops"]
+    assert (op["start"], op["end"], op["at"], op["repos"]) == (
+        block["start"],
+        block["end"],
+        third["stream_tokens"],
+        True,
+    )
+    assert fourth["ops"] == third["ops"]
+    assert fourth["replayed_tokens"] == 0 and fourth["prefilled_tokens"] < 30
+
+
+def test_it_is_off_unless_asked_for_and_needs_a_block_that_is_closed(client: httpx.Client) -> None:
+    for auto, first in ((None, None), (False, None), (ALL, '<ephemeral_observation id="log">' + "never closed " * 9)):
+        agent = Agent(client, auto, first=first)
+        replies = [agent.turn() for _ in range(4)]
+        assert all(reply["ops"] == [] and reply["applied_edits"] == [] for reply in replies)
+
+
+def test_a_dry_run_over_http_leaves_the_stream_alone(client: httpx.Client) -> None:
+    agent = Agent(client, ALL | {"dry_run": True, "turns": 2})
+    _, second = agent.turn(), agent.turn()
+    assert any(line.startswith("auto_drop: dry run, would drop log") for line in second["warnings"])
+    assert second["ops"] == [] and second["dropped_tokens"] == 0
+    agent.auto = ALL | {"turns": 2}
+    assert agent.turn()["applied_edits"][0]["type"] == "auto_drop"
+
+
+def test_the_servers_own_setting_holds_for_its_tenants_and_a_request_may_say_no(
+    server: Server, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(server.service, "_auto_drop", lambda tenant: asked.append(tenant) or True)
+    monkeypatch.setattr(auto_drop, "judge", lambda stream, *_: auto_drop.Judged(stream, [], ["judged"]))
+    assert "judged" in Agent(client, None).turn()["warnings"]
+    assert "judged" not in Agent(client, False).turn()["warnings"]
+    assert len(asked) == 1
+
+
+def test_without_a_session_it_says_so_and_a_bad_field_is_named(client: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    reply = client.post("/v1/chat/completions", json=body | {"akv": {"auto_drop": True}}).json()
+    assert "akv.auto_drop: without a session there are no turns to count, left aside" in reply["akv"]["warnings"]
+    refused = client.post("/v1/chat/completions", json=body | {"akv": {"auto_drop": {"epsilon": 0}}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith("akv.auto_drop")
