@@ -28,6 +28,7 @@ from swe_bench_agent.records import Predictions
 from swe_bench_agent.workspace import DockerWorkspace, LocalWorkspace, WorkspaceFailed
 
 from akv_sdk import Client, DropRepeats, InTurn, LastNObservations, RollingDrop, Usage
+from akv_server import loader
 from tests.server import Server, load_tiny, serving_model
 
 MAX_TEST_S = 60
@@ -519,6 +520,19 @@ def test_a_random_model_ends_at_its_limits_with_an_empty_prediction(
     assert sum("was not one command" in message["content"] for message in recorded["messages"]) == 3
     assert main([*options, *limits]) == 0
     assert capsys.readouterr().out.count("done before") == 2
+
+
+def test_the_default_model_ends_at_its_limits_with_a_valid_prediction(
+    mirror: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--instances", str(dataset), "--out", str(tmp_path), "--repos", f"{mirror}/{{repo}}", "--only", "money"]
+    with serving_model(loader.load("default", weights="int8")) as server:
+        assert main([*options, "--url", server.url, "--max-steps", "2", "--max-tokens", "32"]) == 0
+    assert "max_steps after 2 steps" in capsys.readouterr().out
+    assert list(predictions(tmp_path)) == [CASES[2].instance_id]
+    recorded = trajectory(tmp_path, CASES[2])
+    assert len(recorded["steps"]) == 2
+    assert len(recorded["spans"]) == len(recorded["messages"]) - 1 == 5
 
 
 def test_a_server_that_is_not_there(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

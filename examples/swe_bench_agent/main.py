@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ),
                 policy_name=options.policy,
                 model=model,
-                model_name=options.model_name or f"akv-{model}-{options.policy}",
+                model_name=options.model_name or f"akv-{model}-{options.policy.replace(':', '-')}",
             )
 
             def prepare(instance: Instance) -> Workspace:

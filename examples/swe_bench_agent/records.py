@@ -71,5 +71,5 @@ def write_trajectory(
 def _write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     os.replace(beside, path)
