@@ -150,6 +150,12 @@ def normalise_for_matching(message: Message) -> Hashable:
     return role, text, called, None if role == "tool" else message.get("name")
 
 
+def ids_of_inputs(message: Message) -> list[str | None]:
+    """The ids of a message's calls whose arguments are an object that is not empty: those with a block of their own."""
+    calls = [(call.get("id"), call["function"]["arguments"]) for call in _calls(message, "tool_calls")]
+    return [id_ for id_, arguments in calls if isinstance(arguments, dict) and arguments]
+
+
 class Chat:
     """The chat template of one tokenizer. May be used from any thread."""
 

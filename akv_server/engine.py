@@ -370,13 +370,13 @@ def _masked(
     requests: Sequence[Request],  # R of them
 ) -> Tensor:
     """The logits, without the tokens that a request does not admit. Leaves `logits` alone."""
-    held = [(row, request.token_mask()) for row, request in enumerate(requests) if request.token_mask is not None]
+    held = {row: request.token_mask() for row, request in enumerate(requests) if request.token_mask is not None}
     if not held:
         return logits
-    masks = torch.ones(logits.shape, dtype=torch.bool)
-    for row, mask in held:
-        masks[row] = torch.from_numpy(mask)
-    return logits.masked_fill(~masks.to(logits.device), float("-inf"))
+    rows, masks = list(held), torch.from_numpy(np.stack(list(held.values()))).to(logits.device)
+    masked = logits.clone()
+    masked[rows] = masked[rows].masked_fill(~masks, float("-inf"))
+    return masked
 
 
 def _scores(logits: Tensor, token_ids: Tensor, num_top: int) -> list[Score]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from akv_sdk import types
 from akv_server import streams
-from akv_server.chat import Chat, Piece, normalise_for_matching
+from akv_server.chat import Chat, Piece, ids_of_inputs, normalise_for_matching
 from akv_server.errors import AkvError
 from akv_server.grammar import Shape
 from akv_server.requests import ChatBody, CompletionBody
@@ -55,6 +56,7 @@ class ChatPrompt:
             use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._chat = chat
         self._rendered = chat.render(body.messages, body.tools, body.add_generation_prompt)
+        self._messages = body.messages
         self._identities = [normalise_for_matching(message) for message in body.messages]
         self._head = json.dumps(body.tools, sort_keys=True) if body.tools else None
         if use.many and not chat.takes_many_calls:
@@ -75,7 +77,7 @@ class ChatPrompt:
         if self._head == stream.head:
             same = [a == b.identity for a, b in zip(self._identities, stream.messages, strict=False)]
             num_kept = same.index(False) if False in same else len(same)
-        messages = list(stream.messages[:num_kept])
+        messages = [_with_ids(*both) for both in zip(stream.messages[:num_kept], self._messages, strict=False)]
         tokens = stream.tokens[: messages[-1].end] if messages else []
         if messages and messages[-1].is_open:
             tokens += self._chat.assistant_tail(tokens[messages[-1].content_start :])
@@ -119,6 +121,22 @@ def _tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
     tokens = tokenizer.encode(text, parse_special=True)
     bos = tokenizer.bos_token_id
     return [bos, *tokens] if tokenizer.add_bos and bos is not None and tokens[:1] != [bos] else tokens
+
+
+def _with_ids(message: Message, sent: dict[str, Any]) -> Message:
+    """A message that the stream has, with the ids by which the request calls it: frameworks make them anew."""
+    if message.role == "tool" and message.tool_call_id != sent.get("tool_call_id"):
+        return replace(message, tool_call_id=sent.get("tool_call_id"))
+    inputs = [block for block in message.blocks if block.kind == "tool_input"]
+    if not {block.tool_call_id for block in inputs} - {call.get("id") for call in sent.get("tool_calls") or ()}:
+        return message
+    found = ids_of_inputs(sent)
+    if len(found) != len(inputs):  # the model wrote one in a way that has no place of its own
+        return message
+    ids = dict(zip([block.id for block in inputs], found, strict=True))
+    return replace(
+        message, blocks=tuple(replace(b, tool_call_id=ids.get(b.id, b.tool_call_id)) for b in message.blocks)
+    )
 
 
 def _placed(piece: Piece, start: int, identity: Hashable) -> Message:
