@@ -262,11 +262,12 @@ class Cache:
         """
         owners: list[Edge | Lease] = [*self._sparse_leases, *self.tree.sparse]
         for owner in owners:
-            if found := self._compaction_of(owner, max_tokens):
+            if found := self.compaction_of(owner, max_tokens):
                 return found
         return None
 
-    def _compaction_of(self, owner: Edge | Lease, max_tokens: int) -> Compaction | None:
+    def compaction_of(self, owner: Edge | Lease, max_tokens: int) -> Compaction | None:
+        """As `plan_compaction`, for one history: what a leaf sees, or what a lease holds."""
         if isinstance(owner, Lease):
             n = owner.num_tokens
             slots, written, layout = owner.slots[:n], owner.written[:n], owner.timeline.layout_at(n)
@@ -276,7 +277,10 @@ class Cache:
             slots, written = (np.concatenate([getattr(e, name) for e in path]) for name in ("slots", "written"))
             layout, computed = owner.layout, [(edge.start, edge.end, edge.layout) for edge in path]
         n = len(slots)
-        index = np.flatnonzero(visible_mask(layout.feed(n - layout.num_tokens), n) & (slots >= 0))
+        kept = slots >= 0
+        if isinstance(owner, Edge):
+            kept &= visible_mask(layout.feed(n - layout.num_tokens), n)
+        index = np.flatnonzero(kept)
         page_of = slots[index] // self.page_size
         pages, first, count = np.unique(page_of, return_index=True, return_counts=True)
         others = 1 if isinstance(owner, Lease) else 0  # the owner itself: a lease as a lease, a leaf as a view
@@ -289,7 +293,9 @@ class Cache:
         chosen = chosen[np.cumsum(count[chosen]) <= max_tokens]
         num_tokens = int(count[chosen].sum())
         num_new = -(-num_tokens // self.page_size)
-        if num_new >= len(chosen) or num_new > self.pool.num_free + len(self.pool.dead):
+        # a lease's own pages cannot be evicted to make room for it; those of a leaf could
+        to_evict = self.pool.num_evictable if isinstance(owner, Lease) else len(self.pool.dead)
+        if num_new >= len(chosen) or num_new > self.pool.num_free + to_evict:
             return None
         survivors = index[np.isin(page_of, pages[chosen])]
         fresh = np.zeros(n, np.int32)  # the shift that each key was first written with
@@ -409,7 +415,7 @@ class Cache:
         pages that they leave hold only what nobody sees: dead, they are the first to be evicted."""
         num_tokens, size = len(found.slots), self.page_size
         num_new = -(-num_tokens // size)
-        self.tree.evict(max(0, num_new - self.pool.num_free))  # dead ones, as planned
+        self.tree.evict(max(0, num_new - self.pool.num_free))
         fresh = self.pool.take(num_new)
         assert fresh is not None
         new_slots = (np.repeat(np.array(fresh, np.int32) * size, size) + np.tile(np.arange(size), len(fresh)))[

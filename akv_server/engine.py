@@ -80,6 +80,7 @@ class Engine:
         )
         self.scheduler = Scheduler(
             self.cache,
+            self.kv.move,
             max_step_tokens=config.max_step_tokens,
             max_loaded_tokens=config.load_tokens_per_step,
             max_running=config.max_running,

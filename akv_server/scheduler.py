@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from akv_server.attention import Attention
-from akv_server.cache import Cache, Lease, Plan, Span, span_indexes
+from akv_server.cache import Cache, Lease, Move, Plan, Span, span_indexes
 from akv_server.errors import AkvError
 from akv_server.ops import FORGOTTEN, History, Layout, Timeline, common_prefix
 from akv_server.radix import Array, visible_mask
@@ -204,9 +204,17 @@ class Scheduler:
     """Requests on the way and the cache they share. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
-        self, cache: Cache, *, max_step_tokens: int, max_loaded_tokens: int, max_running: int, max_positions: int
+        self,
+        cache: Cache,
+        move: Move,
+        *,
+        max_step_tokens: int,
+        max_loaded_tokens: int,
+        max_running: int,
+        max_positions: int,
     ) -> None:
         self.cache = cache
+        self._move = move  # how compaction copies tokens
         self.max_step_tokens = max_step_tokens
         self.max_loaded_tokens = max_loaded_tokens  # in a step
         self.max_running = max_running
@@ -368,10 +376,17 @@ class Scheduler:
                 return False
             elif running in in_step:
                 return False
-            else:
+            elif not self._compact(running.lease):
                 self.fail(running, self._too_large())
                 return False
         return True
+
+    def _compact(self, lease: Lease) -> bool:
+        """The last resort of a request that runs alone: gathers what it holds into fewer pages. False: no fewer."""
+        found = self.cache.compaction_of(lease, max(1, self.cache.pool.num_free) * self.cache.page_size)
+        if found is not None:
+            self.cache.compact(found, self._move)
+        return found is not None
 
     def _step(self, parts: list[tuple[Running, Span, int, int]]) -> Step:
         chunks: list[Chunk] = []

@@ -473,3 +473,18 @@ def test_random_agents_equal_the_truth(model, truth, seed):
             streams[i] = (tokens, history)
     engine.evict_all()
     assert engine.stats()["pages_free"] == engine.stats()["pages_total"]
+
+
+def test_a_fragmented_request_alone_is_compacted_before_it_is_refused(model, truth):
+    """Each turn adds 200 tokens and drops most of what the last one added: 420 visible tokens in a pool of 1,024."""
+    engine = Engine(model, EngineConfig(num_pages=64))
+    tokens: list[int] = []
+    history: tuple[Op, ...] = ()
+    for turn in range(26):
+        tokens = tokens + some_tokens(200, seed=turn)
+        client = run(engine, Client(tokens, history, max_tokens=2, known=max(0, len(tokens) - 200)))
+        assert client.outcome.error is None, turn
+        tokens = tokens + client.ids
+        n = len(tokens)
+        history += (Op("drop", n, n - 190, n - 10, repos=True),)
+    assert engine.stats()["compactions"] > 0
