@@ -149,6 +149,7 @@ def write_plot(path: Path, runs: Sequence[Run], *, window_tokens: int | None) ->
         figure.suptitle("Time to first token at each step of the agent", x=0.01, ha="left", fontweight="bold")
         above.set_ylabel("seconds")
         above.set_ylim(bottom=0)
+        above.set_xlim(0.5, max(run.num_steps for run in runs) + 0.5)
         above.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, borderaxespad=0.2)
         below.set_title("Tokens that the model sees", loc="left", fontsize="medium")
         below.set_ylabel("tokens")

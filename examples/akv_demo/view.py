@@ -81,8 +81,8 @@ class View:
                 turn = run.turns[-1]
                 self._console.print(
                     f"{run.name} {len(run.turns)}/{run.num_steps}: TTFT {seconds(turn.ttft_s)}, "
-                    f"{turn.prefilled_tokens:,} tokens prefilled, {turn.reused_tokens:,} reused, "
-                    f"{turn.visible_tokens:,} visible",
+                    f"prefilled {turn.prefilled_tokens:,}, reused {turn.reused_tokens:,}, "
+                    f"visible {turn.visible_tokens:,}",
                     highlight=False,
                 )
 
