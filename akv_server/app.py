@@ -104,13 +104,15 @@ def create_app(
     @app.post("/v1/render")
     async def render(request: Request) -> Response:
         fields = parse(types.RenderRequest, await body(request))
-        return _json(await asyncio.to_thread(service.render, fields))
+        async with service.apart(fields):
+            return _json(await asyncio.to_thread(service.render, fields))
 
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
     async def tokenize(request: Request) -> Response:
         fields = parse(types.TokenizeRequest, await body(request))
-        return _json(await asyncio.to_thread(service.tokenize, fields))
+        async with service.apart(fields):
+            return _json(await asyncio.to_thread(service.tokenize, fields))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")

@@ -89,6 +89,8 @@ class Rendered:
     generation: list[int]
     """What follows the last message: the opening of the model's turn; without one, the closing of the last turn."""
     _make: Callable[[int], Piece] = field(repr=False)
+    text_of: Callable[[int], str] = field(repr=False)
+    """What the template makes of a message: the text that its piece is the tokens of."""
 
     def piece(self, message: int) -> Piece:
         """Tokens of one message; valid for ever, do not modify."""
@@ -234,7 +236,11 @@ class Chat:
             )
 
         generation = self._tokenize(whole[starts[-1] :], turns.escape, continues=True).ids.tolist()
-        return Rendered(turns.restore(whole), len(messages), generation, make)
+
+        def text_of(i: int) -> str:
+            return turns.restore(whole[starts[i] : starts[i + 1]])
+
+        return Rendered(turns.restore(whole), len(messages), generation, make, text_of)
 
     def assistant_tail(self, generated: Sequence[int]) -> list[int]:
         """What the template puts after a generated answer, before the next message.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
 from akv_sdk import types
@@ -22,13 +22,14 @@ from akv_server.grammar import Constraint, Grammars
 from akv_server.journal import Journal
 from akv_server.metrics import RequestMetrics, exposition
 from akv_server.model import ModelConfig
-from akv_server.prompts import ChatPrompt, Prompt, TextPrompt, render
+from akv_server.prompts import Body, ChatPrompt, Prompt, TextPrompt, num_chars, render
 from akv_server.requests import ChatBody, CompletionBody
 from akv_server.sessions import DAY_S, MAX_SESSIONS, Cache, Sessions, Turn
 from akv_server.streams import Stream
 from akv_server.tokenizer import Tokenizer
 from akv_server.tools import Parser
 
+LARGE_CHARS = 2**18  # half a second's work
 MakeConstraint = Callable[[], Constraint]
 
 
@@ -72,6 +73,7 @@ class Completions:
         self.chat = Chat(tokenizer)
         self.requests = RequestMetrics()
         self._num_vocab = config.vocab_size
+        self._large = asyncio.Lock()
         self._grammars = Grammars(tokenizer, config.vocab_size, self.chat.end_ids if tokenizer.chat_template else ())
         self.sessions = Sessions(
             engine,
@@ -96,37 +98,54 @@ class Completions:
         changed, for whatever can be known before."""
         arrived_s = self.requests.clock()
         self.check_model(body.model)
-        prompt, constraint = await asyncio.to_thread(self._prompt, body)  # rendering a long one takes a while
         akv = body.akv or types.AkvRequest()
-        async with self.sessions.turn(
-            tenant,
-            akv.session or _checked_name(header_session) or body.prompt_cache_key,
-            prompt.continued,
-            cache_salt=body.cache_salt,
-            ops=akv.ops,
-            on_miss=akv.on_miss,
-            edit=self._management(body, akv).apply,
-        ) as turn:
-            dropping = self._auto_dropping(tenant, akv, turn)
-            work = self._work(body, prompt, turn, constraint, Attention(len(turn.stream.tokens)) if dropping else None)
-            generation = Generation(self.engine, self.tokenizer, work, self.requests, arrived_s)
-            try:
-                generation.start()
-                self.sessions.keep_prompt(turn)
-                yield Completion(self, body, prompt, turn, generation, dropping)
-            except Exception as error:
-                self.sessions.take_back(turn)
-                if isinstance(error, AkvError) and error.param == "messages":  # the engine cannot know the field
-                    error.param = "messages" if isinstance(body, ChatBody) else "prompt"
-                raise
-            finally:
-                generation.abort()
+        async with AsyncExitStack() as preparing:
+            await preparing.enter_async_context(self.apart(body))
+            prompt, constraint = await asyncio.to_thread(self._prompt, body)  # rendering a long one takes a while
+            async with self.sessions.turn(
+                tenant,
+                akv.session or _checked_name(header_session) or body.prompt_cache_key,
+                prompt.continued,
+                cache_salt=body.cache_salt,
+                ops=akv.ops,
+                on_miss=akv.on_miss,
+                edit=self._management(body, akv).apply,
+            ) as turn:
+                await preparing.aclose()
+                dropping = self._auto_dropping(tenant, akv, turn)
+                attention = Attention(len(turn.stream.tokens)) if dropping else None
+                work = self._work(body, prompt, turn, constraint, attention)
+                generation = Generation(self.engine, self.tokenizer, work, self.requests, arrived_s)
+                try:
+                    generation.start()
+                    self.sessions.keep_prompt(turn)
+                    yield Completion(self, body, prompt, turn, generation, dropping)
+                except Exception as error:
+                    self.sessions.take_back(turn)
+                    if isinstance(error, AkvError) and error.param == "messages":  # the engine cannot know the field
+                        error.param = "messages" if isinstance(body, ChatBody) else "prompt"
+                    raise
+                finally:
+                    generation.abort()
+
+    @asynccontextmanager
+    async def apart(self, body: Body) -> AsyncIterator[None]:
+        """A body with much text in it is made tokens in this block, while no other one is: that bounds what they take,
+        and leaves threads for all the small ones."""
+        if num_chars(body) <= LARGE_CHARS:
+            yield
+            return
+        async with self._large:
+            yield
 
     def _prompt(self, body: ChatBody | CompletionBody) -> tuple[Prompt, MakeConstraint | None]:
         """The prompt, and what holds an answer to it to a grammar, if one has to."""
+        edits = isinstance(body, ChatBody) and body.context_management and body.context_management.edits
+        makes_room = bool(edits or (body.akv and body.akv.ops))  # new tokens may be forgotten before they are computed
+        num_fitting = None if makes_room else min(self.window, self.pool_tokens)
         if not isinstance(body, ChatBody):
-            return TextPrompt(body, self.tokenizer, self._num_vocab), None
-        prompt = ChatPrompt(body, self.chat)
+            return TextPrompt(body, self.tokenizer, self._num_vocab, num_fitting), None
+        prompt = ChatPrompt(body, self.chat, num_fitting)
         return prompt, self._grammars.constraint(prompt.shape)
 
     def _management(self, body: ChatBody | CompletionBody, akv: types.AkvRequest) -> Management:

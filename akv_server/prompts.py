@@ -23,23 +23,33 @@ from akv_server.tools import NO_TOOLS, Call, tool_use
 
 
 class TextPrompt:
-    """A prompt that is the whole stream, as a text or as token ids."""
+    """A prompt that is the whole stream, as a text or as token ids. What is new in it has to be no more than
+    `num_fitting` tokens, if that is given: a text that is surely longer is refused before it is tokenized."""
 
     shape = Shape()
 
-    def __init__(self, body: CompletionBody, tokenizer: Tokenizer, num_vocab: int) -> None:
+    def __init__(
+        self, body: CompletionBody, tokenizer: Tokenizer, num_vocab: int, num_fitting: int | None = None
+    ) -> None:
         self.stop_ids = tokenizer.eos_token_ids
-        self._tokens = _tokens_of(body.prompt, tokenizer) if isinstance(body.prompt, str) else body.prompt
-        if not self._tokens:
-            raise AkvError("invalid_request", "prompt: must not be empty", param="prompt")
-        if max(self._tokens) >= num_vocab:
-            at = next(i for i, token_id in enumerate(self._tokens) if token_id >= num_vocab)
-            message = f"prompt[{at}]: the model has no token {self._tokens[at]}"
-            raise AkvError("invalid_request", message, param=f"prompt[{at}]")
+        self._prompt = body.prompt
+        self._tokenizer = tokenizer
+        self._num_vocab = num_vocab
+        self._num_fitting = num_fitting
 
     def continued(self, stream: Stream) -> Continued:
         """What becomes of a session's stream."""
-        return streams.continued(stream, self._tokens)
+        tokens = self._prompt
+        if isinstance(tokens, str):
+            _check_fits(self._tokenizer.least_tokens(tokens) - len(stream.tokens), self._num_fitting, "prompt")
+            tokens = _tokens_of(tokens, self._tokenizer)
+        if not tokens:
+            raise AkvError("invalid_request", "prompt: must not be empty", param="prompt")
+        if max(tokens) >= self._num_vocab:
+            at = next(i for i, token_id in enumerate(tokens) if token_id >= self._num_vocab)
+            message = f"prompt[{at}]: the model has no token {tokens[at]}"
+            raise AkvError("invalid_request", message, param=f"prompt[{at}]")
+        return streams.continued(stream, tokens)
 
     def answered(self, stream: Stream, generated: list[int], text: str, calls: Sequence[Call] = ()) -> Stream:
         """The prompt's stream with what was generated."""
@@ -47,14 +57,16 @@ class TextPrompt:
 
 
 class ChatPrompt:
-    """A prompt of messages. Those that a stream has already keep the token ids that they have there."""
+    """A prompt of messages. Those that a stream has already keep the token ids that they have there; of the others
+    there have to be no more than `num_fitting` tokens, as in `TextPrompt`."""
 
-    def __init__(self, body: ChatBody | types.RenderRequest, chat: Chat) -> None:
+    def __init__(self, body: ChatBody | types.RenderRequest, chat: Chat, num_fitting: int | None = None) -> None:
         self.stop_ids = chat.end_ids
         use = NO_TOOLS
         if isinstance(body, ChatBody):
             use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._chat = chat
+        self._num_fitting = num_fitting
         self._rendered = chat.render(body.messages, body.tools, body.add_generation_prompt)
         self._messages = body.messages
         self._identities = [normalise_for_matching(message) for message in body.messages]
@@ -82,7 +94,11 @@ class ChatPrompt:
         if messages and messages[-1].is_open:
             tokens += self._chat.assistant_tail(tokens[messages[-1].content_start :])
             messages[-1] = replace(messages[-1], end=len(tokens), is_open=False)
-        for i in range(num_kept, len(self._identities)):
+        new = range(num_kept, len(self._identities))
+        if self._num_fitting is not None:
+            least = self._chat.tokenizer.least_tokens
+            _check_fits(sum(least(self._rendered.text_of(i)) for i in new), self._num_fitting, "messages")
+        for i in new:
             piece = self._rendered.piece(i)
             messages.append(_placed(piece, len(tokens), self._identities[i]))
             tokens += piece.tokens
@@ -109,11 +125,25 @@ class ChatPrompt:
 
 
 Prompt = TextPrompt | ChatPrompt
+Body = CompletionBody | types.TokenizeRequest | ChatBody | types.RenderRequest
+
+
+def num_chars(body: Body) -> int:
+    """About how much text there is to tokenize."""
+    if isinstance(body, CompletionBody | types.TokenizeRequest):
+        return len(body.prompt) if isinstance(body.prompt, str) else 0
+    return sum(len(str(m.get("content"))) + len(str(m.get("tool_calls"))) for m in body.messages)
 
 
 def render(body: types.RenderRequest, chat: Chat) -> Stream:
     """The stream that a chat request would have on a new session."""
     return ChatPrompt(body, chat).continued(Stream()).stream
+
+
+def _check_fits(num_new: int, num_fitting: int | None, param: str) -> None:
+    if num_fitting is not None and num_new > num_fitting:
+        message = f"{param}: at least {num_new} new tokens, more than the {num_fitting} that have room here"
+        raise AkvError("context_length_exceeded", message, param=param)
 
 
 def _tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:

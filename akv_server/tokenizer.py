@@ -150,10 +150,10 @@ class Tokenizer:
         Raises AkvError("invalid_request") where `text` holds half a surrogate pair.
         """
         if not parse_special:
-            return self.encode_run(text).ids
+            return self._ids_of_run(text)
         ids: list[int] = []
         for run, special in self.split_special(text):
-            ids += [special] if special is not None else self.encode_run(run, continues=bool(ids)).ids
+            ids += [special] if special is not None else self._ids_of_run(run, continues=bool(ids))
         return ids
 
     def split_special(self, text: str) -> Iterator[tuple[str, int | None]]:
@@ -171,16 +171,35 @@ class Tokenizer:
     def encode_run(self, text: str, *, continues: bool = False) -> Encoded:
         """Tokens of a text without special tokens in it. `continues`: it follows other tokens of the same stream,
         which matters only to tokenizers that put a space before the very first word."""
+        found, num_before = self._found(text, continues, with_ranges=True)
+        ranges = found.offsets
+        if num_before:
+            ranges = [(max(a - len(_JOIN), 0), b - len(_JOIN)) for a, b in ranges[num_before:]]
+        return Encoded(found.ids[num_before:], ranges)
+
+    def _ids_of_run(self, text: str, *, continues: bool = False) -> list[int]:
+        found, num_before = self._found(text, continues, with_ranges=False)
+        return list(found.ids[num_before:])
+
+    def _found(self, text: str, continues: bool, *, with_ranges: bool) -> tuple[tokenizers.Encoding, int]:
+        """What the library makes of `text`, and how many of its first tokens do not belong to it."""
+        joins = continues and self._starts_with_space and _JOIN not in text
+        library = self._continuing_library if joins else self._library
+        # as a batch of one: only for a batch does the library let other threads run meanwhile
+        encode = library.encode_batch if with_ranges else library.encode_batch_fast
         try:
-            if continues and self._starts_with_space and _JOIN not in text:
-                found = self._continuing_library.encode(_JOIN + text, add_special_tokens=False)
-                return Encoded(found.ids[1:], [(max(a - len(_JOIN), 0), b - len(_JOIN)) for a, b in found.offsets[1:]])
-            found = self._library.encode(text, add_special_tokens=False)
+            return encode([_JOIN + text if joins else text], add_special_tokens=False)[0], int(joins)
         except (TypeError, UnicodeEncodeError):
             raise AkvError(
                 "invalid_request", "the text holds half of a surrogate pair, which no UTF-8 can carry", param="prompt"
             ) from None
-        return Encoded(found.ids, found.offsets)
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found in no time; 0 where nothing can be said."""
+        if not self._most_bytes:
+            return 0
+        data = text.encode("utf-8", "replace").translate(None, self._silent_bytes)
+        return -(-len(data) // self._most_bytes)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of `ids`. Bytes that are no UTF-8 become U+FFFD; an id without a token is nothing."""
@@ -261,6 +280,27 @@ class Tokenizer:
             or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
             for step in _steps(self.spec.get("decoder"))
         )
+
+    @cached_property
+    def _silent_bytes(self) -> bytes:
+        """Bytes without a token of their own: byte-level BPE leaves them out of the text."""
+        known = set(self._bytes.values())
+        return bytes(byte for byte in range(256) if bytes([byte]) not in known)
+
+    @cached_property
+    def _most_bytes(self) -> int:
+        """No token stands for more bytes of a text than this; 0 where there is no such bound: something on the way to
+        the tokens may take any part of the text away, or make one token of it."""
+        longest = max(map(len, self._bytes.values()))
+        normalizers = list(_steps(self.spec.get("normalizer")))
+        if any(step["type"] == "NFC" for step in normalizers):
+            longest *= 4  # a composed character has at most 3.5 times fewer bytes
+        is_kept = (
+            all(_keeps_text(step) for step in (*normalizers, *_steps(self.spec["pre_tokenizer"])))
+            and not any(token.get("lstrip") or token.get("rstrip") for token in self.spec["added_tokens"])
+            and (not self._silent_bytes or (self._is_byte_level and not normalizers))
+        )
+        return longest if is_kept else 0
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
@@ -456,6 +496,15 @@ def _steps(part: Spec | None) -> list[Spec]:
         if part["type"] == "Sequence" and key in part:
             return [step for inner in part[key] for step in _steps(inner)]
     return [part]
+
+
+def _keeps_text(step: Spec) -> bool:
+    """Whether a pre-tokenizer or normalizer leaves every character in the text, as it is or as one of its own."""
+    if step["type"] == "Replace":
+        return bool(step["pattern"] == {"String": " "} and step["content"] == "▁")
+    if step["type"] in ("Split", "Punctuation"):
+        return str(step.get("behavior")).lower() != "removed"
+    return step["type"] in ("ByteLevel", "Digits", "Metaspace", "NFC", "Prepend")
 
 
 def _puts_first(post_processor: Spec | None, bos: str) -> bool:

@@ -666,6 +666,43 @@ def test_openai_errors_are_typed(api: OpenAI) -> None:
     assert missing.value.code == "model_not_found"
 
 
+def test_prompts_that_are_far_too_long_are_refused_before_they_are_tokenized(
+    client: httpx.Client, server: Server, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    text = "the quick brown fox " * 200_000
+    sent: list[JSON] = []
+
+    def answer(body: JSON) -> httpx.Response:
+        return client.post(f"/v1/{'chat/completions' if 'messages' in body else 'completions'}", json=body)
+
+    for session in ({}, {"akv": {"session": name}}):
+        sent += [{"prompt": text, **session}, {"messages": [user("a"), user(text)], **session}]
+    messages = [user("a")]
+    messages.append(chat(client, messages, akv={"session": f"{name}-2"})["choices"][0]["message"])
+    sent.append({"messages": [*messages, user(text)], "akv": {"session": f"{name}-2"}})
+    tokenize = type(server.service.tokenizer)._found
+
+    def checked(self: Any, text: str, *args: Any, **options: Any) -> Any:
+        assert len(text) < 1000
+        return tokenize(self, text, *args, **options)
+
+    monkeypatch.setattr(type(server.service.tokenizer), "_found", checked)
+    with ThreadPoolExecutor(3) as pool:
+        for body, reply in zip(sent, pool.map(answer, sent), strict=True):
+            field = "messages" if "messages" in body else "prompt"
+            assert error_of(reply) == (400, "context_length_exceeded", field), reply.text
+    assert info_of(client, f"{name}-2").stream_tokens > 0
+
+
+def test_a_long_prompt_fits_where_ops_make_room(client: httpx.Client, name: str) -> None:
+    text = "the quick brown fox " * 20_000
+    end = post(client, "/tokenize", prompt=text)["count"]
+    ops = [{"op": "drop", "at": 8, "start": 8, "end": end - 8, "repos": True, "mode": "forget"}]
+    assert error_of(client.post("/v1/completions", json={"prompt": text}))[1] == "context_length_exceeded"
+    reply = complete(client, text, akv={"session": name, "ops": ops})
+    assert (reply["usage"]["prompt_tokens"], reply["akv"]["prefilled_tokens"]) == (16, 16)
+
+
 def test_a_request_larger_than_the_pool(tmp_path: Path) -> None:
     with serving_model(load_tiny(tmp_path), pool_tokens=128) as server, server.client() as client:
         reply = client.post("/v1/completions", json={"prompt": [5] * 200, "max_tokens": 1})

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter, TokenType
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from akv_server import tokenizer as tokenizer_module
 from akv_server.errors import AkvError
@@ -212,6 +214,43 @@ def test_half_a_surrogate_pair_is_refused(default_tokenizer):
     with pytest.raises(AkvError, match="surrogate") as refused:
         default_tokenizer.encode("a\ud800b")
     assert refused.value.code == "invalid_request"
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(default_tokenizer):
+    text, num_steps, has_ended = TEXT * 1000, 0, threading.Event()
+
+    def step():
+        nonlocal num_steps
+        while not has_ended.wait(0.001):
+            num_steps += 1
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(step)
+        for encode in (default_tokenizer.encode, default_tokenizer.encode_run):
+            before = num_steps
+            assert encode(text)
+            assert num_steps > before + 5
+        has_ended.set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_has_no_fewer_tokens_than_can_be_said_at_once(tmp_path, kind):
+    ours = from_directory(save(small_tokenizer(kind, SPECIAL), tmp_path / "m", eos_token="<|end|>"))
+    longest = max(ours.spec["model"]["vocab"], key=len)
+    texts = [*PLAIN, *random_texts(200), "\u0399\u0308\u0341\u1fbe\u0308\u0341" * 200, SPECIAL[0] * 50, longest * 50]
+    for text in texts:
+        assert ours.least_tokens(text) <= len(ours.encode(text, parse_special=True))
+    assert ours.least_tokens(TEXT * 100) > 100
+
+
+def test_nothing_is_said_of_a_text_that_the_tokenizer_may_shorten(tmp_path, default_tokenizer):
+    assert default_tokenizer.least_tokens("a" * 8100) == 100  # the longest token is 81 letters
+    assert default_tokenizer.least_tokens("\x04" * 8100) == len(default_tokenizer.encode("\x04" * 8100)) == 0
+    library = small_tokenizer("gpt-2", SPECIAL)
+    library.normalizer = normalizers.Sequence([normalizers.Replace("a", ""), normalizers.NFC()])
+    ours = from_directory(save(library, tmp_path / "m", eos_token="<|end|>"))
+    assert ours.encode("a" * 10_000) == []
+    assert ours.least_tokens("a" * 10_000) == 0
 
 
 def test_what_tiktoken_cannot_say_is_not_published(tmp_path):
