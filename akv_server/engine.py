@@ -153,6 +153,11 @@ class Engine:
         with self._lock:
             self.scheduler.abort(request_id)
 
+    def fail_all(self, error: AkvError) -> None:
+        """Ends every request with an error."""
+        with self._lock:
+            self.scheduler.fail_all(error)
+
     def evict_all(self) -> int:
         """Lets go of all KV that no running request holds; returns the number of pages freed."""
         with self._lock:

@@ -15,6 +15,7 @@ import uvicorn
 from akv_server.app import create_app
 from akv_server.completions import Completions
 from akv_server.engine import Engine, EngineConfig
+from akv_server.errors import AkvError
 from akv_server.journal import Journal
 from akv_server.loader import LoadedModel
 from akv_server.sessions import DAY_S, MAX_SESSIONS
@@ -117,13 +118,29 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(service: Completions, api_keys: Sequence[tuple[str, str]]) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """uvicorn, which gives answers under way a grace when it is told to stop, and then ends them with an error."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        stopped = AkvError("internal_error", "the server was stopped before the answer was complete")
+        ending = asyncio.get_running_loop().call_later(GRACE_S, self._engine.fail_all, stopped)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+
+def make_server(service: Completions, api_keys: Sequence[tuple[str, str]]) -> Server:
     app = create_app(service, api_keys=tuple(api_keys))
-    return uvicorn.Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S, ws="none"
-        )
+    assert isinstance(service.engine, Engine)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2 * GRACE_S, ws="none"
     )
+    return Server(config, service.engine)
 
 
 def serve(listener: socket.socket, service: Completions, api_keys: Sequence[tuple[str, str]]) -> None:

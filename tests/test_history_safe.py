@@ -136,6 +136,7 @@ def test_eight_at_once(tiny_server, tiny_answers, small_vocabulary):
     assert prefilled <= STREAM + 2 * (TAIL + GENERATED) + 8 * 16, "eight sessions of one text must compute it once"
 
 
+@pytest.mark.timeout(900)
 def test_on_the_default_model():
     loaded = loader.load("default", weights="float32")
     prompt = tokens(40_000)
