@@ -20,6 +20,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from akv_sdk import types
@@ -177,6 +178,8 @@ class Front:
                 await response(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            log.debug("request %s: its client left before it had sent all", request_id.decode())
         except Exception:
             log.exception("request %s failed: %s %s", request_id.decode(), scope["method"], scope["path"])
             if not has_started:

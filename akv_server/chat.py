@@ -36,6 +36,7 @@ from pydantic import ValidationError
 
 from akv_sdk.types import Block, BlockKind, Marking, MessageSpan
 from akv_server.errors import AkvError
+from akv_server.nesting import is_deep
 from akv_server.tokenizer import Tokenizer
 from akv_server.tools import EXAMPLE_CALL, MARKERS, THINK_CLOSING, THINK_OPENING, Call, CallFormat, format_of
 
@@ -831,7 +832,7 @@ def _arguments(arguments: Any) -> Any:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    return parsed if isinstance(parsed, dict) and not is_deep(parsed) else arguments
 
 
 def _canonical(value: Any) -> str:

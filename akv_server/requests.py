@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, m
 
 from akv_sdk.types import AkvRequest, ContextManagement
 from akv_server.errors import AkvError
+from akv_server.nesting import MAX_DEPTH, is_deep
 from akv_server.sampler import SamplingParams
 
 MAX_CHOICES = 32
@@ -203,6 +204,8 @@ def read_json(data: bytes) -> dict[str, Any]:
         raise AkvError("invalid_request", f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise AkvError("invalid_request", f"the body must be a JSON object, not {_json_type(body)}")
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _refuse_deep(body)
     if "\\ud" in text or "\\uD" in text:
         _refuse_surrogates(body, "")
     return body
@@ -246,6 +249,13 @@ def _path(loc: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+def _refuse_deep(body: dict[str, Any]) -> None:
+    for key, value in body.items():
+        if is_deep(value):
+            message = f"{key[:100]}: lists and objects nest more than {MAX_DEPTH} deep"
+            raise AkvError("invalid_request", message, param=key[:100])
 
 
 def _refuse_surrogates(value: Any, path: str) -> None:

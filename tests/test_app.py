@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -18,6 +19,7 @@ import pytest
 from openai import OpenAI
 
 from akv_sdk.types import SessionInfo
+from akv_server.app import create_app
 from akv_server.loader import LoadedModel
 from tests.server import Server, load_tiny, serving_model
 
@@ -607,11 +609,32 @@ def test_ops_that_conflict_or_have_no_session(client: httpx.Client, name: str) -
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", None),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
         (b'{"prompt": "a", "\\udc00": 1}', ""),
+        (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "prompt"),
+        (b'{"messages": [{"role": "user", "content": "hi", "x": ' + b"[" * 900 + b"]" * 900 + b"}]}", "messages"),
+        (b'{"tools": [{"a": ' + b"[" * 500 + b"]" * 500 + b"}]}", "tools"),
+        (b'{"tools": [{"a": ' + b'{"a":' * 99 + b"1" + b"}" * 99 + b"}]}", "tools"),
     ],
 )
 def test_bodies_that_are_no_json_object(client: httpx.Client, content: bytes, param: str | None) -> None:
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/cache/drop", "/v1/render"):
         assert error_of(client.post(route, content=content)) == (400, "invalid_request", param)
+
+
+def test_what_is_nested_no_deeper_than_the_bound_is_served(client: httpx.Client) -> None:
+    deep: Any = 1
+    for _ in range(94):
+        deep = [deep]  # with what is around it below, at most 100
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": deep}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}, "a": deep}}
+    assert chat(client, [{**user("hi"), "x": deep}], tools=[tool])["choices"]
+    assert chat(client, [user("hi"), {"role": "assistant", "tool_calls": [call]}, user("hi")])["choices"]
+
+
+def test_arguments_in_a_string_may_be_nested_without_harm(client: httpx.Client) -> None:
+    for depth in (900, 100_000):
+        function = {"name": "f", "arguments": '{"a": ' + "[" * depth + "]" * depth + "}"}
+        messages = [user("hi"), {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}, user("hi")]
+        assert post(client, "/v1/render", messages=messages)["tokens"]
 
 
 def test_a_failing_template_is_the_requests_fault(client: httpx.Client, tmp_path: Path, loaded: LoadedModel) -> None:
@@ -793,6 +816,21 @@ def test_a_client_that_leaves_frees_its_work(client: httpx.Client, server: Serve
     info = info_of(client, name)
     assert not info.generating
     assert info.stream_tokens == len(post(client, "/tokenize", prompt="endless")["tokens"]), "the prompt alone stays"
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_failure(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    events: list[JSON] = [{"type": "http.request", "body": b'{"prompt": ', "more_body": True}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return events.pop(0) if events else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    asyncio.run(create_app(server.service)(scope, receive, send))
+    assert not caplog.records
 
 
 def test_many_at_once_get_what_each_would_get_alone(client: httpx.Client, server: Server) -> None:
