@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 Index = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Span = tuple[Index, Index]
-Repos = bool | Literal["auto"]
+Repos = StrictBool | Literal["auto"]
 Mode = Literal["mask", "forget"]
 OnMiss = Literal["replay", "forget"]
 BlockKind = Literal["observation", "thinking", "tool_input"]
@@ -44,7 +44,7 @@ class Op(Wire):
     start: Index
     end: Index | None = None
     delta: StrictInt = Field(default=0, gt=-(2**31), lt=2**31)
-    repos: bool = False
+    repos: StrictBool = False
     mode: Mode = "mask"
 
     @model_validator(mode="after")
@@ -68,10 +68,10 @@ class Marking(Wire):
     `tags` are SWE-agent's: `keep_output` pins, `remove_output` marks and is dropped by the next policy that counts.
     """
 
-    ephemeral: bool | None = None
+    ephemeral: StrictBool | None = None
     keep_head: Index = 0
     keep_tail: Index = 0
-    pinned: bool = False
+    pinned: StrictBool = False
     tags: list[str] = []
 
 
@@ -99,7 +99,7 @@ class AutoDrop(Wire):
 
     epsilon: float = Field(default=0.05, gt=0, le=10, allow_inf_nan=False)
     turns: Annotated[StrictInt, Field(ge=1, le=1000)] = 3
-    dry_run: bool = False
+    dry_run: StrictBool = False
 
 
 class AkvRequest(Wire):
@@ -114,7 +114,7 @@ class AkvRequest(Wire):
     ops: list[Op] | None = Field(default=None, max_length=100_000)
     on_miss: OnMiss = "replay"
     marks: list[Mark] | None = Field(default=None, max_length=100_000)
-    auto_drop: AutoDrop | bool | None = None
+    auto_drop: AutoDrop | StrictBool | None = None
 
 
 class Block(Reply):
@@ -175,7 +175,7 @@ class ClearToolUses20250919(Wire):
     keep: ToolUses = ToolUses(value=3)
     clear_at_least: InputTokens | None = None
     exclude_tools: list[str] | None = None
-    clear_tool_inputs: bool | list[str] | None = None
+    clear_tool_inputs: StrictBool | list[str] | None = None
 
 
 class ClearThinking20251015(Wire):
@@ -375,7 +375,7 @@ class RenderRequest(Wire):
     model: str | None = None
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: StrictBool = True
 
 
 class RenderReply(Reply):
@@ -389,8 +389,8 @@ class TokenizeRequest(Wire):
 
     model: str | None = None
     prompt: str
-    add_special_tokens: bool = False
-    parse_special: bool = False
+    add_special_tokens: StrictBool = False
+    parse_special: StrictBool = False
 
 
 class TokenizeReply(Reply):

@@ -529,6 +529,11 @@ FORGET = {**DROP, "mode": "forget"}
         ("chat/completions", {"messages": [user("word " * 3000)]}, (400, "context_length_exceeded", "messages")),
         ("render", {"messages": [user("hi")], "extra": 1}, (400, "invalid_request", "extra")),
         ("tokenize", {"prompt": 5}, (400, "invalid_request", "prompt")),
+        ("tokenize", {**ABC, "parse_special": "no"}, (400, "invalid_request", "parse_special")),
+        ("tokenize", {**ABC, "add_special_tokens": 0}, (400, "invalid_request", "add_special_tokens")),
+        ("render", {**HI, "add_generation_prompt": "off"}, (400, "invalid_request", "add_generation_prompt")),
+        ("completions", {**ABC, "akv": {"ops": [{**DROP, "repos": 1}]}}, (400, "invalid_request", "akv.ops[0].repos")),
+        ("completions", {**ABC, "akv": {"auto_drop": 1}}, (400, "invalid_request", "akv.auto_drop")),
         ("detokenize", {"tokens": [1, -1]}, (400, "invalid_request", "tokens[1]")),
     ],
 )  # fmt: skip
@@ -562,6 +567,8 @@ def test_bad_bodies_name_the_field(
         ({"pages": [0, 500]}, ("span_out_of_range", "pages[1]")),
         ({"spans": [[0, 1]], "mode": "erase"}, ("invalid_request", "mode")),
         ({"spans": [[0, 1]], "repos": "maybe"}, ("invalid_request", "repos")),
+        ({"spans": [[0, 1]], "repos": "yes"}, ("invalid_request", "repos")),
+        ({"spans": [[0, 1]], "repos": 1}, ("invalid_request", "repos")),
         ({"spans": [[0, 1]], "extra": 1}, ("invalid_request", "extra")),
     ],
 )
