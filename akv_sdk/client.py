@@ -194,6 +194,8 @@ class Client:
         Exactly one of `spans` (`[start, end)` indexes), `blocks` (ids) and `pages` says which. `mode="mask"` computes
         nothing, and later tokens keep what they absorbed: it is no redaction. `mode="forget"` makes it as if the tokens
         had never been there, at the price of computing what follows anew.
+
+        Where a `Session` has this name, drop through it: it sends the history that it knows, and that replaces this.
         """
         return self._send(_wire.drop(session, spans=spans, blocks=blocks, pages=pages, repos=repos, mode=mode))
 

@@ -2,8 +2,13 @@
 
 Own the conversation as the client knows it: the messages, the history of ops as the server resolved them, and the spans
 of the last reply. Know no HTTP; a client moves the calls. The whole history goes out with every completion, so a server
-that lost the session builds it again, and an op on a session that the server lost builds it first. A session is used by
-one thread or task at a time.
+that lost the session builds it again, and an op on a session that the server lost builds it first. So that its tokens
+lie where they lay, an answer goes out with the ids that it was generated as (`akv.token_ids` of its message). A session
+is used by one thread or task at a time.
+
+Ops on a session's name go through its `Session`. The history that a completion sends replaces the server's: an op that
+came past it, from `Client.drop` or another process, is undone by the next one, which says so in `akv.warnings`. `info`
+takes such ops over before that.
 """
 
 from __future__ import annotations
@@ -219,7 +224,8 @@ class _Conversation:
     ) -> Call[types.Completion]:
         if "n" in params or "echo" in params:
             raise TypeError("n, echo: a session has one continuation, and no echo")
-        self._shape = {name: params[name] for name in ("tools", "cache_salt") if name in params}
+        self._shape = {name: params[name] for name in ("tools", "cache_salt", "stop") if name in params}
+        params = {"return_token_ids": True, **params}
         return _wire.chat(
             self.messages,
             model=self.model,
@@ -258,30 +264,43 @@ class _Conversation:
             self._ops = list(reply.akv.ops)
         self.spans = reply.akv.spans
 
-    def _take_and_append(self, reply: types.Completion) -> None:
-        self._take(reply)
-        self.messages.append(dict(reply.message))
+    def _on_reply(self, params: Mapping[str, Any]) -> Callable[[types.Completion], None]:
+        """What to do with the reply to the conversation as it is now. The server keeps ops that come while it generates
+        for the end of it, and they are not in that reply: where there were some, ours is the newer history."""
+        begun, num_sent = self._ops, len(self.messages)
+        is_prefill = params.get("max_tokens") == 0
 
-    def _on_end_of_stream(self) -> Callable[[types.Completion], None]:
-        """What to do with the reply of a stream that begins now. The server keeps ops that come while it generates for
-        the end of it, and they are not in that reply: where there were some, ours is the newer history."""
-        begun = self._ops
-
-        def on_end(reply: types.Completion) -> None:
+        def take(reply: types.Completion) -> None:
             newer = self._ops if self._ops is not begun else None
-            self._take_and_append(reply)
+            self._check_unmoved(self.spans[:num_sent], reply.akv.spans, begun)
+            self._take(reply)
+            if not is_prefill:
+                generated_as = {"akv": {"token_ids": reply.token_ids}} if reply.token_ids else {}
+                self.messages.append({**reply.message, **generated_as})
             if newer is not None:
                 self._ops = newer
 
-        return on_end
+        return take
+
+    def _check_unmoved(
+        self, ours: list[types.MessageSpan], theirs: list[types.MessageSpan], ops: list[types.Op] | None
+    ) -> None:
+        """Raises StreamDiverged where an op or a mark by index hits tokens that moved."""
+        at = _first_moved(ours, theirs)
+        if at is None:
+            return
+        ends = [op.end for op in ops or ()] + [mark.span[1] for mark in self.marks if mark.span is not None]
+        if any(end is None or end > at for end in ends):
+            raise StreamDiverged(
+                f"session {self.name!r}: tokens from {at} on lie elsewhere than before; its ops or marks no longer hit "
+                "what was meant (info() takes over what the server has now)"
+            )
 
     def _take_rebuilt(self, reply: types.Completion, *, is_by_index: bool) -> None:
         """Takes the reply of `_rebuild`. Raises StreamDiverged where tokens lie elsewhere than before and ops, old or
         about to come, would hit others than were meant (text that the model wrote need not tokenize as it did)."""
-        ours, theirs = (
-            [(s.start, s.content_start, s.content_end) for s in spans] for spans in (self.spans, reply.akv.spans)
-        )
-        if ours != theirs[: len(ours)] and (self._ops or is_by_index):
+        is_moved = len(reply.akv.spans) < len(self.spans) or _first_moved(self.spans, reply.akv.spans) is not None
+        if is_moved and (self._ops or is_by_index):
             raise StreamDiverged(
                 f"session {self.name!r} was built again from its messages and its tokens lie elsewhere than before; "
                 "its ops would no longer hit what was meant"
@@ -318,6 +337,14 @@ class _Conversation:
         copy._take_info(info)
 
 
+def _first_moved(ours: Sequence[types.MessageSpan], theirs: Sequence[types.MessageSpan]) -> int | None:
+    """The start of the first message that lies elsewhere for the server than it did for us."""
+    for a, b in zip(ours, theirs, strict=False):
+        if (a.start, a.content_start, a.content_end) != (b.start, b.content_start, b.content_end):
+            return min(a.start, b.start)
+    return None
+
+
 def _elapsed_ms(since_s: float) -> float:
     return 1000 * (time.perf_counter() - since_s)
 
@@ -340,19 +367,17 @@ class Session(_Conversation):
 
     def complete(self, *, on_miss: types.OnMiss = "replay", **params: Unpack[SessionParams]) -> types.Completion:
         """Lets the model go on, and appends what it wrote. With `max_tokens=0` the stream is only prefilled and nothing
-        appended. When it raises, the session is as it was."""
-        call = self._completion(params, on_miss)
+        appended. When it raises, the session is as it was; StreamDiverged, where an op or a mark would hit tokens
+        that moved, comes after the server went on."""
+        call, take = self._completion(params, on_miss), self._on_reply(params)
         reply = self._client._send(call)
-        if params.get("max_tokens") == 0:
-            self._take(reply)
-        else:
-            self._take_and_append(reply)
+        take(reply)
         return reply
 
     def stream(self, *, on_miss: types.OnMiss = "replay", **params: Unpack[SessionParams]) -> Stream:
         """As `complete`, event by event. The message is appended when the iterator is exhausted; a stream that is left
         early appends nothing. The request is sent with the first event; append nothing yourself before the end."""
-        return self._client._stream(self._completion(params, on_miss, stream=True), self._on_end_of_stream())
+        return self._client._stream(self._completion(params, on_miss, stream=True), self._on_reply(params))
 
     def drop(
         self,
@@ -483,16 +508,13 @@ class AsyncSession(_Conversation):
         await self.close()
 
     async def complete(self, *, on_miss: types.OnMiss = "replay", **params: Unpack[SessionParams]) -> types.Completion:
-        call = self._completion(params, on_miss)
+        call, take = self._completion(params, on_miss), self._on_reply(params)
         reply = await self._client._send(call)
-        if params.get("max_tokens") == 0:
-            self._take(reply)
-        else:
-            self._take_and_append(reply)
+        take(reply)
         return reply
 
     def stream(self, *, on_miss: types.OnMiss = "replay", **params: Unpack[SessionParams]) -> AsyncStream:
-        return self._client._stream(self._completion(params, on_miss, stream=True), self._on_end_of_stream())
+        return self._client._stream(self._completion(params, on_miss, stream=True), self._on_reply(params))
 
     async def drop(
         self,

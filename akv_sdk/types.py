@@ -75,6 +75,15 @@ class Marking(Wire):
     tags: list[str] = []
 
 
+class MessageMarking(Marking):
+    """The whole `akv` object of a message. `token_ids` are those that an assistant message was generated as, the end
+    token included: a server that has no such message in its stream takes them as they are, if they decode to the
+    message, so that its tokens lie where they lay. Text that a model wrote need not tokenize as it did.
+    """
+
+    token_ids: list[Index] | None = Field(default=None, max_length=1_000_000)
+
+
 class Mark(Marking):
     """A marking with the place it speaks of: a message by its index (`tool_call_id`, if given, has to be that
     message's own; an id alone may stand in several), one of its blocks, or a span of the stream."""
@@ -105,9 +114,10 @@ class AutoDrop(Wire):
 class AkvRequest(Wire):
     """The `akv` object in the body of a completion request (`extra_body` of the openai client).
 
-    `ops`, if given, is the stream's whole history and replaces what the server has; left out, the server's journal
-    holds. That way either side may lose its state. `marks` speak for this request alone: send those that shall hold
-    with each. `auto_drop` turns server-driven drops on or off for this request; left out, the server's start decides.
+    `ops`, if given, is the stream's whole history and replaces what the server has, with a warning where that undoes
+    ops; left out, the server's journal holds. That way either side may lose its state. `marks` speak for this request
+    alone: send those that shall hold with each. `auto_drop` turns server-driven drops on or off for this request; left
+    out, the server's start decides.
     """
 
     session: str | None = Field(default=None, min_length=1, max_length=200)

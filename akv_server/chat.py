@@ -34,7 +34,7 @@ import jinja2.parser
 import jinja2.sandbox
 from pydantic import ValidationError
 
-from akv_sdk.types import Block, BlockKind, Marking, MessageSpan
+from akv_sdk.types import Block, BlockKind, MessageMarking, MessageSpan
 from akv_server.errors import AkvError
 from akv_server.nesting import is_deep
 from akv_server.tokenizer import Tokenizer
@@ -92,6 +92,13 @@ class Rendered:
     _make: Callable[[int], Piece] = field(repr=False)
     text_of: Callable[[int], str] = field(repr=False)
     """What the template makes of a message: the text that its piece is the tokens of."""
+
+    _open: Callable[[int], Rendered] = field(repr=False)
+
+    def opened(self, message: int) -> Rendered:
+        """A conversation whose turn was opened as it was for the model to write that message (not the first). Only
+        what opens the turn is meant. Raises AkvError where the template does not take the messages before it alone."""
+        return self._open(message)
 
     def piece(self, message: int) -> Piece:
         """Tokens of one message; valid for ever, do not modify."""
@@ -238,10 +245,18 @@ class Chat:
 
         generation = self._tokenize(whole[starts[-1] :], turns.escape, continues=True).ids.tolist()
 
+        openings: dict[tuple[str, str], Rendered] = {}
+
+        def open_turn(i: int) -> Rendered:
+            key = turns.roles[i - 1], whole[starts[i] : contents[i][0]]  # a template opens turns alike in like places
+            if key not in openings:
+                openings[key] = self.render(messages[:i], tools)
+            return openings[key]
+
         def text_of(i: int) -> str:
             return turns.restore(whole[starts[i] : starts[i + 1]])
 
-        return Rendered(turns.restore(whole), len(messages), generation, make, text_of)
+        return Rendered(turns.restore(whole), len(messages), generation, make, text_of, open_turn)
 
     def assistant_tail(self, generated: Sequence[int]) -> list[int]:
         """What the template puts after a generated answer, before the next message.
@@ -807,7 +822,7 @@ def _end_of_object(text: str, begin: int) -> int | None:
 def _check_marking(message: Message, at: str) -> None:
     """What a message says of itself to policies is held to the contract; the template never sees it."""
     try:
-        Marking.model_validate(message.get("akv") or {})
+        MessageMarking.model_validate(message.get("akv") or {})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from akv_sdk import types
 from akv_server import streams
+from akv_server.answers import claimed_ids, claimed_piece, identity_of
 from akv_server.chat import Chat, Piece, ids_of_inputs, normalise_for_matching
 from akv_server.errors import AkvError
 from akv_server.grammar import Shape
 from akv_server.requests import ChatBody, CompletionBody
 from akv_server.streams import Block, Continued, Message, Stream
 from akv_server.tokenizer import Tokenizer
-from akv_server.tools import NO_TOOLS, Call, tool_use
+from akv_server.tools import NO_TOOLS, Call, Function, tool_use
 
 
 class TextPrompt:
@@ -57,8 +59,9 @@ class TextPrompt:
 
 
 class ChatPrompt:
-    """A prompt of messages. Those that a stream has already keep the token ids that they have there; of the others
-    there have to be no more than `num_fitting` tokens, as in `TextPrompt`."""
+    """A prompt of messages. Those that a stream has already keep the token ids that they have there, others those
+    that they say they were generated as, if they may. Of these others there have to be no more than `num_fitting`
+    tokens, as in `TextPrompt`."""
 
     def __init__(self, body: ChatBody | types.RenderRequest, chat: Chat, num_fitting: int | None = None) -> None:
         self.stop_ids = chat.end_ids
@@ -69,6 +72,8 @@ class ChatPrompt:
         self._num_fitting = num_fitting
         self._rendered = chat.render(body.messages, body.tools, body.add_generation_prompt)
         self._messages = body.messages
+        self._tools = body.tools
+        self._stops = tuple(body.stops) if isinstance(body, ChatBody) else ()
         self._identities = [normalise_for_matching(message) for message in body.messages]
         self._head = json.dumps(body.tools, sort_keys=True) if body.tools else None
         if use.many and not chat.takes_many_calls:
@@ -98,30 +103,56 @@ class ChatPrompt:
         if self._num_fitting is not None:
             least = self._chat.tokenizer.least_tokens
             _check_fits(sum(least(self._rendered.text_of(i)) for i in new), self._num_fitting, "messages")
+        warnings: list[str] = []
         for i in new:
-            piece = self._rendered.piece(i)
-            messages.append(_placed(piece, len(tokens), self._identities[i]))
+            piece = self._piece(i, warnings)
+            messages.append(_with_ids(_placed(piece, len(tokens), self._identities[i]), self._messages[i]))
             tokens += piece.tokens
         differs = num_kept < min(len(stream.messages), len(self._identities))
         tokens += self._rendered.generation
-        return streams.continued(stream, tokens, tuple(messages), self._head, num_kept if differs else None)
+        found = streams.continued(stream, tokens, tuple(messages), self._head, num_kept if differs else None)
+        return replace(found, warnings=tuple(warnings))
+
+    @cached_property
+    def _functions(self) -> tuple[Function, ...]:
+        """Those that earlier answers may have called, whatever this one may."""
+        return tool_use(self._tools, None, None).functions
+
+    def _piece(self, i: int, warnings: list[str]) -> Piece:
+        """A message that the stream does not have, in tokens."""
+        if claimed_ids(self._messages[i]):
+            try:
+                return claimed_piece(self._chat, self._rendered, i, self._messages[i], self._functions, self._stops)
+            except AkvError as error:
+                warnings.append(f"messages[{i}].akv.token_ids: {error.message}; left aside, and the text tokenized")
+        return self._rendered.piece(i)
 
     def answered(self, stream: Stream, generated: list[int], text: str, calls: Sequence[Call] = ()) -> Stream:
         """The prompt's stream with what was generated, as a message that is known by `text` and `calls` when it comes
         back.
 
-        Where nothing was generated, what opens the model's turn goes again: the next message may be anybody's.
+        Where nothing was generated, what opens the model's turn goes again: the next message may be anybody's. So does
+        what closes the turn of an answer that keeps its ids: the stream ends as it did when that was generated.
         """
         end = stream.messages[-1].end
         if not generated:
-            shorter, num_lost = stream.truncated(end)
-            return stream if num_lost else shorter
+            for last in (self._reopened(stream), stream.messages[-1]):
+                shorter, num_lost = stream.truncated(last.end)
+                if not num_lost:
+                    return replace(shorter, messages=(*stream.messages[:-1], last))
+            return stream
         piece = self._chat.generated_piece(self._rendered, generated, len(stream.messages), calls)
-        called = [call.body() for call in calls]
-        identity = normalise_for_matching({"role": "assistant", "content": text, "tool_calls": called})
         tokens = stream.tokens + generated
-        message = replace(_placed(piece, end, identity), end=len(tokens), is_open=True)
+        message = replace(_placed(piece, end, identity_of(text, calls)), end=len(tokens), is_open=True)
         return replace(stream, tokens=tokens, messages=(*stream.messages, message))
+
+    def _reopened(self, stream: Stream) -> Message:
+        """The stream's last message, as it stood there when it had just been generated, if it was."""
+        last, ids = stream.messages[-1], claimed_ids(self._messages[-1])
+        tail = self._chat.assistant_tail(ids)
+        if not ids or stream.tokens[last.content_start : last.end] != [*ids, *tail]:
+            return last
+        return replace(last, end=last.end - len(tail), is_open=True)
 
 
 Prompt = TextPrompt | ChatPrompt

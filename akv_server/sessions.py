@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -178,9 +179,11 @@ class Sessions:
         def prepare() -> Turn:
             before = stream if session is None or session.salt == salt else replace(stream, num_known=0)
             continued = prompt(before)
-            after, warnings = continued.stream, _divergence(continued, has_client_ops=ops is not None)
+            after = continued.stream
+            warnings = [*continued.warnings, *_divergence(continued, has_client_ops=ops is not None)]
             if ops is not None:
                 after = _with_client_history(after, ops)
+                warnings += _replaced(before.timeline.history, after.timeline.history)
             if on_miss == "forget":
                 after, lost = self._forget_lost(after, salt)
                 warnings += lost
@@ -500,6 +503,15 @@ def _index_of_visible(stream: Stream, nth: int) -> int:
             return segment.start + nth
         nth -= segment.end - segment.start
     return len(stream.tokens)
+
+
+def _replaced(ours: History, theirs: History) -> list[str]:
+    """Says out loud that the client's ops leave out some of the session's: another client may have added them."""
+    rest = iter(theirs)
+    if all(op in rest for op in ours):
+        return []
+    count = (Counter(ours) - Counter(theirs)).total() or len(ours)  # or all are there, in another order
+    return [f"akv.ops: replaced {count} {'op' if count == 1 else 'ops'} that the session had"]
 
 
 def _with_client_history(stream: Stream, ops: list[types.Op]) -> Stream:

@@ -140,12 +140,14 @@ class Stream:
 @dataclass(frozen=True, slots=True)
 class Continued:
     """A stream that went on with a prompt. `num_common` tokens were there before; `num_lost` ops lay behind them and
-    are gone; `first_different` is the first message that differs from the stream's own, if one does."""
+    are gone; `first_different` is the first message that differs from the stream's own, if one does. `warnings` say
+    what of the prompt was left aside."""
 
     stream: Stream
     num_common: int
     num_lost: int
     first_different: int | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def continued(

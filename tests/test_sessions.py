@@ -337,9 +337,11 @@ def test_a_clients_history_replaces_the_servers() -> None:
         await feed(sessions, "s", list(range(100)))
         await sessions.drop("", drop([(10, 30)]))
         ops = [types.Op(op="drop", at=60, start=0, end=50, repos=True)]
-        assert await feed(sessions, "s", list(range(80)), ops=ops) == []
+        warning = "akv.ops: replaced 1 op that the session had"
+        assert await feed(sessions, "s", list(range(80)), ops=ops) == [warning]
         assert (await sessions.info("", "s")).ops == ops
-        await feed(sessions, "s", [*range(80), 7, 1], ops=[])
+        assert await feed(sessions, "s", list(range(80)), ops=ops) == []
+        assert await feed(sessions, "s", [*range(80), 7, 1], ops=[]) == [warning]
         assert (await sessions.info("", "s")).ops == []
 
     run(work())

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
 
-from akv_sdk.types import Block, Mark, Marking, MessageSpan, Op, Span
+from akv_sdk.types import Block, Mark, Marking, MessageMarking, MessageSpan, Op, Span
 
 Message = Mapping[str, Any]
 Kind = Literal["observation", "thinking", "tool_input"]
@@ -282,7 +282,7 @@ def _calls(messages: Sequence[Message]) -> dict[int, tuple[int, dict[str, str]]]
 
 def marking_of(message: Message, marks: Iterable[Mark] = ()) -> Marking:
     """All that is said of a message as a whole."""
-    said = [Marking.model_validate(message["akv"])] if message.get("akv") else []
+    said: list[Marking] = [MessageMarking.model_validate(message["akv"])] if message.get("akv") else []
     if isinstance(tags := message.get("tags"), list):
         said.append(Marking(tags=[str(tag) for tag in tags]))
     return _merged([*said, *(mark for mark in marks if mark.block is None)])

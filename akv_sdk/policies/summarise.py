@@ -155,9 +155,9 @@ def summarisable(context: Context, keep_messages: int) -> tuple[int, int]:
 
 def request(context: Context, replaced: tuple[int, int]) -> list[dict[str, Any]]:
     """The messages for the summariser: all up to the end of what it shall replace, as the model still sees them, and
-    the request. Calls that nobody answered are left out, no chat API takes them."""
+    the request. Calls that nobody answered are left out, and what messages say to AKV alone: no chat API takes them."""
     gone = {target.message for target in context.observations if not target.is_whole}
-    messages = [dict(message) for message in context.messages[: replaced[1]]]
+    messages = [{key: m[key] for key in m if key != "akv"} for m in context.messages[: replaced[1]]]
     answered: set[tuple[int, str]] = set()
     for start, end in groups(messages):
         answered |= {(start, message.get("tool_call_id", "")) for message in messages[start + 1 : end]}
