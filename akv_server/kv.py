@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from akv_server.errors import AkvError
 from akv_server.model import Model
 
 
@@ -17,12 +18,17 @@ class KV:
     read before it was written."""
 
     def __init__(self, model: Model, num_pages: int, page_size: int) -> None:
-        """Pages for `model`, in its dtype and on its device."""
+        """Pages for `model`, in its dtype and on its device. Raises AkvError where there is no memory for them."""
         config, dtype, device = model.config, model.kv_dtype, model.device
         shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
         self._backend, self._rotary = model.backend, model.rotary.to(device)
-        self._k = torch.empty(shape, dtype=dtype, device=device)
-        self._v = torch.empty(shape, dtype=dtype, device=device)
+        try:
+            self._k = torch.empty(shape, dtype=dtype, device=device)
+            self._v = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError:  # which is all that torch raises where memory is short
+            num_bytes = 2 * math.prod(shape) * dtype.itemsize
+            message = f"there is no memory for a pool of {num_pages * page_size} tokens, {num_bytes / 1e9:.1f} GB"
+            raise AkvError("invalid_request", message, param="pool_tokens") from None
         self.k_pages: list[Tensor] = list(self._k)  # per layer [num_pages, page_size, num_kv_heads, head_dim]
         self.v_pages: list[Tensor] = list(self._v)
 

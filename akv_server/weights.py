@@ -40,6 +40,8 @@ _NO_EXACT_SHIFT = {
     "qwen2_5_vl": "M-RoPE",
     "qwen3_vl": "M-RoPE",
 }
+_MAY_BE_ZERO = {"mscale", "mscale_all_dim"}
+_NUMBERS = _MAY_BE_ZERO | {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
 _NO_EXACT_ROPE = {
     "dynamic": "dynamic NTK changes every frequency with the length of the context",
     "longrope": "LongRoPE switches its frequencies with the length of the context",
@@ -136,7 +138,10 @@ def _open_directory(files: ModelFiles) -> Iterator[tuple[ModelConfig, TensorSour
 def _safetensors_of(files: ModelFiles) -> list[Path]:
     index = files.path / "model.safetensors.index.json"
     if index.is_file():
-        return [files.path / part for part in set(_json_of(files, index.name)["weight_map"].values())]
+        parts = _json_of(files, index.name).get("weight_map")
+        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+            raise _broken(files.name, f"{index.name} has no weight_map that names files")
+        return [files.path / part for part in set(parts.values())]
     if not (paths := list(files.path.glob("*.safetensors"))):
         raise _broken(files.name, "no *.safetensors in it")
     return paths
@@ -156,29 +161,30 @@ def _config_of_directory(files: ModelFiles) -> ModelConfig:
     raw = _json_of(files, "config.json")
     architecture = str(raw.get("model_type"))
     _check_architecture(files.name, architecture)
-    _check_layers(files.name, raw)
     generation = _json_of(files, "generation_config.json") if (files.path / "generation_config.json").is_file() else {}
-    rope_theta, rope_scaling = _rope_of_directory(files.name, raw)
     try:
-        hidden_size, num_q_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-        head_dim = int(raw.get("head_dim") or hidden_size // num_q_heads)
-        max_positions = int(raw["max_position_embeddings"])
+        num_layers = _count(raw, "num_hidden_layers")
+        _check_layers(files.name, raw)
+        rope_theta, rope_scaling = _rope_of_directory(files.name, raw)
+        hidden_size, num_q_heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
+        max_positions = _count(raw, "max_position_embeddings")
         if rope_scaling is not None and rope_scaling["rope_type"] == "yarn":
             # some configs name the stretched window here and some the original one
             original = int(rope_scaling.get("original_max_position_embeddings") or max_positions)
             rope_scaling["original_max_position_embeddings"] = original
             max_positions = max(max_positions, int(original * rope_scaling["factor"]))
+        head_dim = _count(raw, "head_dim", hidden_size // num_q_heads)
         return ModelConfig(
             name=files.name,
             architecture=architecture,
-            num_layers=int(raw["num_hidden_layers"]),
+            num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=int(raw["intermediate_size"]),
+            intermediate_size=_count(raw, "intermediate_size"),
             num_q_heads=num_q_heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or num_q_heads),
+            num_kv_heads=_count(raw, "num_key_value_heads", num_q_heads),
             head_dim=head_dim,
-            rotary_dim=int(head_dim * float(raw.get("partial_rotary_factor") or 1)),
-            vocab_size=int(raw["vocab_size"]),
+            rotary_dim=head_dim,
+            vocab_size=_count(raw, "vocab_size"),
             max_positions=max_positions,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -193,6 +199,16 @@ def _config_of_directory(files: ModelFiles) -> ModelConfig:
         raise _broken(files.name, f"config.json: {type(error).__name__} {error}") from error
 
 
+def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A field that counts something: a whole number above 0. Left out or null, it is `default`, if there is one."""
+    value = raw.get(key)
+    if value is None and default is not None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{key} is {value!r}, no whole number above 0")
+    return value
+
+
 def _ids_of(*values: int | list[int] | None) -> tuple[int, ...]:
     ids: dict[int, None] = {}
     for value in values:
@@ -202,6 +218,11 @@ def _ids_of(*values: int | list[int] | None) -> tuple[int, ...]:
 
 def _check_layers(name: str, raw: dict[str, Any]) -> None:
     """Refuses what the forward pass does not do, so that nothing is served wrong."""
+    others = [other for other in raw.get("architectures") or () if not str(other).endswith("ForCausalLM")]
+    if others:
+        _unsupported(name, f"it is a {others[0]}, which predicts no next token")
+    if raw.get("partial_rotary_factor") not in (None, 1):
+        _unsupported(name, "partial_rotary_factor, which this architecture does not have")
     if raw.get("quantization_config"):
         _unsupported(name, "its safetensors are quantised; take the unquantised ones, or a .gguf file")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
@@ -227,6 +248,8 @@ def _rope_of_directory(name: str, raw: dict[str, Any]) -> tuple[float, dict[str,
         _unsupported(name, "its layers rotate in different ways")
     scaling = dict(given)
     theta = float(scaling.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    if not 0 < theta < math.inf:
+        raise _broken(name, f"its rope_theta is {theta}")
     kind = str(scaling.pop("rope_type", None) or scaling.get("type") or "default")
     scaling.pop("type", None)
     if scaling.pop("partial_rotary_factor", 1.0) not in (None, 1.0):
@@ -246,6 +269,13 @@ def _checked_rope(name: str, kind: str, scaling: dict[str, Any]) -> dict[str, An
     }  # fmt: skip
     if missing := sorted(needed - scaling.keys()):
         raise _broken(name, f"its {kind} rope scaling lacks {', '.join(missing)}")
+    for key in needed | (_NUMBERS & {key for key, value in scaling.items() if value is not None}):
+        value = scaling[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (value <= 0 and key not in _MAY_BE_ZERO):
+            raise _broken(name, f"its {kind} rope scaling has {key} {value!r}")
+    if kind == "llama3" and scaling["low_freq_factor"] == scaling["high_freq_factor"]:
+        raise _broken(name, "its llama3 rope scaling has a low_freq_factor that is its high_freq_factor")
     return {"rope_type": kind, **scaling}
 
 

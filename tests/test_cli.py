@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -126,6 +127,17 @@ def test_a_model_that_is_not_there() -> None:
     assert code == 1
     assert "akv: " in output
     assert "Traceback" not in output
+
+
+def test_what_cannot_be_is_one_line(model: Path, tmp_path: Path) -> None:
+    options = ["--weights", "float32", "--port", "0"]
+    code, output = run("serve", "--model", str(model), *options, "--pool-tokens", str(2**31 - 1))
+    assert (code, output.splitlines()[-1][:46]) == (1, "akv: there is no memory for a pool of 21474836")
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / "model.safetensors.index.json").write_text("{}")
+    code, output = run("serve", "--model", str(broken), *options)
+    expected = "akv: broken cannot be read: model.safetensors.index.json has no weight_map that names files"
+    assert (code, output.splitlines()[1:]) == (1, [expected])
 
 
 @pytest.mark.parametrize(

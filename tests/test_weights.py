@@ -278,6 +278,8 @@ def changed_config(directory: Path, **changes: Any) -> files.ModelFiles:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"attention_bias": True}, "biases"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
 def test_what_cannot_be_served_right_is_refused_with_the_reason(tmp_path, changes, reason):
@@ -301,6 +303,45 @@ def test_what_cannot_be_served_right_is_refused_with_the_reason(tmp_path, change
 def test_a_sliding_window_that_no_layer_uses_is_no_reason(tmp_path, changes):
     found = changed_config(tiny_model(tmp_path), **changes)
     assert loader.load_model(found, backend=reference).config.num_layers == 2
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": None}}, "factor None"),
+        ({"rope_parameters": {**LINEAR, "factor": 0}}, "factor 0"),
+        ({"rope_parameters": {**LINEAR, "factor": "4"}}, "factor '4'"),
+        ({"rope_parameters": {**LLAMA3_SCALING, "high_freq_factor": 1.0}}, "low_freq_factor"),
+        ({"rope_parameters": {**LLAMA3_SCALING, "low_freq_factor": None}}, "low_freq_factor None"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "x"}}, "beta_fast 'x'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": True}}, "attention_factor True"),
+        ({"rope_parameters": "absent", "rope_theta": "x"}, "'x'"),
+        ({"rope_parameters": "absent", "rope_theta": -1}, "rope_theta is -1"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 2.5}, "num_key_value_heads is 2.5"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({"vocab_size": "absent"}, "vocab_size is None"),
+        ({"layer_types": 5}, "TypeError"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_told(tmp_path, changes, reason):
+    found = changed_config(tiny_model(tmp_path), **changes)
+    with pytest.raises(AkvError, match=reason) as error:
+        loader.load_model(found, backend=reference)
+    assert (error.value.code, error.value.param) == ("invalid_request", "model")
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": 5}, {"weight_map": {"a": 5}}])
+def test_an_index_without_files_is_told(tmp_path, index):
+    directory = tiny_model(tmp_path)
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(AkvError, match="weight_map"):
+        loader.load_model(files.resolve(str(directory)), backend=reference)
 
 
 @pytest.mark.parametrize(
