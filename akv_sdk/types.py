@@ -337,6 +337,7 @@ class ForkRequest(Wire):
 
 class CacheStats(Reply):
     """`GET /v1/cache/stats`: counters since start-up, and the pool as it is now. Token counts unless named pages.
+    `sessions` are the caller's own; all else is the server's, whoever its tenants are.
 
     Of the used pages, `shared` are those that several histories see or hold, `evictable` those that no running request
     holds, `dead` those of these that no history sees. `fragmentation[i]` counts the histories at rest in the tree that

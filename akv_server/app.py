@@ -38,7 +38,7 @@ def create_app(
     service: Completions, *, api_keys: Sequence[tuple[str, str]] = (), max_body_bytes: int = MAX_BODY_BYTES
 ) -> FastAPI:
     """The application around a running engine. `api_keys` are pairs of tenant and key; without any there is one tenant,
-    `""`."""
+    `""`. What `/metrics` says is the server's own, of all tenants together, and whoever has any key may read it."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.add_middleware(Front, api_keys=api_keys)
     app.add_exception_handler(AkvError, _refused)
@@ -99,8 +99,8 @@ def create_app(
         return _json(await sessions.fork(_tenant(request), name, copy))
 
     @app.get("/v1/cache/stats")
-    async def stats() -> Response:
-        return _json(service.stats())
+    async def stats(request: Request) -> Response:
+        return _json(service.stats(_tenant(request)))
 
     @app.post("/v1/render")
     async def render(request: Request) -> Response:
@@ -124,6 +124,7 @@ def create_app(
     async def published_tokenizer() -> Response:
         return _json(tokenizer.published())
 
+    @app.head("/v1/models")
     @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model]})
@@ -133,6 +134,7 @@ def create_app(
         service.check_model(name)
         return JSONResponse(model)
 
+    @app.head("/health")
     @app.get("/health")
     async def health() -> Response:
         return JSONResponse({"status": "ok"})

@@ -200,9 +200,10 @@ class Completions:
             shown=self.chat.marker_ids,
         )
 
-    def stats(self) -> types.CacheStats:
+    def stats(self, tenant: str | None = None) -> types.CacheStats:
+        """`sessions` are those of the tenant, or of all; everything else counts what all tenants did."""
         self.sessions.expire()
-        sessions, num_expired = len(self.sessions), self.sessions.num_expired
+        sessions, num_expired = self.sessions.count(tenant), self.sessions.num_expired
         return types.CacheStats(sessions=sessions, sessions_expired=num_expired, **self.engine.stats())
 
     def metrics(self) -> str:

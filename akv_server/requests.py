@@ -220,7 +220,13 @@ def parse(kind: type[M], body: dict[str, Any]) -> M:
             (_path(item["loc"], body, is_missing=item["type"] == "missing"), item)
             for item in error.errors(include_url=False, include_context=False)
         ]
-    param, item = max(found, key=lambda entry: (entry[0].count("[") + entry[0].count("."), -found.index(entry)))
+
+    def rank(entry: tuple[str, Any]) -> tuple[int, bool, int]:
+        """The deepest first; of the kinds that a field may have, the one of which only the value is wrong."""
+        path, item = entry
+        return path.count("[") + path.count("."), not item["type"].endswith("_type"), -found.index(entry)
+
+    param, item = max(found, key=rank)
     message = item["msg"].removeprefix("Value error, ")
     head, colon, rest = message.partition(": ")
     if (

@@ -122,6 +122,10 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def count(self, tenant: str | None) -> int:
+        """Sessions of a tenant, or of all."""
+        return len(self) if tenant is None else sum(owner == tenant for owner, _ in self._sessions)
+
     @asynccontextmanager
     async def turn(
         self,
@@ -145,7 +149,7 @@ class Sessions:
         self.expire()
         session = self._sessions.setdefault((tenant, name), Session(tenant, name, salt))
         if session.generating:
-            message = "the session is generating; wait for its answer, fork it, or use another session"
+            message = "the session is generating; wait for its answer, or use another session"
             raise AkvError("session_busy", message, param="akv.session", retry_after_s=1)
         session.generating = True
         self.expire()
@@ -278,7 +282,12 @@ class Sessions:
 
     async def repos(self, tenant: str, body: types.ReposRequest, *, key: str | None = None) -> types.LayoutReply:
         def edit(stream: Stream) -> Edited:
-            return streams.reposition(stream, body.start, body.end, body.delta)
+            edited = streams.reposition(stream, body.start, body.end, body.delta)
+            before, after = stream.layout.next_position, edited.stream.layout.next_position
+            if after > max(self._window, before):
+                message = f"delta: the next token would get position {after}, the model has {self._window}"
+                raise AkvError("context_length_exceeded", message, param="delta")
+            return edited
 
         return await self._edit(tenant, body, edit, key)
 

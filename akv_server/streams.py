@@ -103,7 +103,7 @@ class Stream:
             if op.at > len(self.tokens) or (op.end or 0) > len(self.tokens):
                 message = f"ops[{i}] lies beyond the stream, which has {len(self.tokens)} tokens"
                 raise AkvError("span_out_of_range", message, param=f"ops[{i}]")
-        timeline = Timeline(history)
+        timeline = Timeline(history, self.timeline)
         num_known = common_prefix(self.timeline, timeline, self.num_known)
         return replace(self, timeline=timeline, num_known=num_known)
 
@@ -255,11 +255,21 @@ def close_gaps(stream: Stream, at: int) -> Edited:
 def restore(stream: Stream, spans: Sequence[NamedSpan], *, repos: bool) -> Edited:
     """Makes each span visible again, all or nothing."""
     n = len(stream.tokens)
-    return _appended(stream, [(s.param, Op("restore", n, s.start, s.end, repos=repos)) for s in spans])
+    try:
+        return _appended(stream, [(s.param, Op("restore", n, s.start, s.end, repos=repos)) for s in spans])
+    except AkvError as error:
+        if error.code == "position_conflict":
+            error.message += "; where a span reaches over several gaps, restore each by a span of its own"
+        raise
 
 
 def reposition(stream: Stream, start: int, end: int | None, delta: int) -> Edited:
     """Moves `[start, end)` (`None`: and everything computed later) by `delta` positions."""
+    n = len(stream.tokens)
+    if start > n or (end is not None and not start <= end <= n):
+        param, name = ("start", start) if start > n else ("end", end)
+        message = f"{param}: {name} is not between {0 if start > n else start} and {n}, the length of the stream"
+        raise AkvError("span_out_of_range", message, param=param)
     return _appended(stream, [("", Op("repos", len(stream.tokens), start, end, delta=delta))])
 
 
@@ -318,7 +328,11 @@ def spans_of_blocks(stream: Stream, names: Sequence[str]) -> list[NamedSpan]:
     for i, name in enumerate(names):
         blocks = by_name.get(name, [])
         if len(blocks) != 1:
-            hint = "no block has this id" if not blocks else f"{len(blocks)} blocks have this id, say message:id"
+            places = ", ".join(f"[{block.start}, {block.end}]" for block in blocks[:10])
+            several = (
+                f"{len(blocks)} blocks have this id; say message:id, or where a message has several, spans: {places}"
+            )
+            hint = several if blocks else "no block has this id"
             raise AkvError("invalid_request", f"blocks[{i}]: {name[:100]!r}: {hint}", param=f"blocks[{i}]")
         found.append(NamedSpan(f"blocks[{i}]", blocks[0].start, blocks[0].end))
     return _checked(stream, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -467,6 +468,9 @@ def test_tokenizing_rendering_and_the_small_routes(client: httpx.Client, api: Op
     assert api.models.retrieve(model.id).id == model.id
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/version").json()["version"]
+    for path in ("/health", "/v1/models"):
+        head = client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
     stats = client.get("/v1/cache/stats").json()
     assert stats["pages_total"] == POOL_TOKENS // 16
     assert stats["tokens_prefilled"] > 0
@@ -589,9 +593,11 @@ def test_ops_that_conflict_or_have_no_session(client: httpx.Client, name: str) -
     for delta, start, end in ((-5, 10, None), (30, 10, 20), (-1, 0, None)):
         reply = client.post("/v1/cache/repos", json={"session": name, "start": start, "end": end, "delta": delta})
         assert error_of(reply) == (409, "position_conflict", "delta")
-    for body in ({"start": 10, "end": 5, "delta": 1}, {"start": 0, "end": 101, "delta": 1}, {"start": 101, "delta": 1}):
-        reply = client.post("/v1/cache/repos", json={"session": name, **body})
-        assert error_of(reply)[1] == "span_out_of_range"
+    for start, end, param in ((10, 5, "end"), (0, 101, "end"), (101, None, "start"), (102, 103, "start")):
+        reply = client.post("/v1/cache/repos", json={"session": name, "start": start, "end": end, "delta": 1})
+        assert error_of(reply) == (400, "span_out_of_range", param)
+    reply = client.post("/v1/cache/repos", json={"session": name, "start": 10, "delta": 2048 - 99})
+    assert error_of(reply) == (400, "context_length_exceeded", "delta")
     assert info_of(client, name) == before
     for route, body in [
         ("drop", {"spans": [[0, 1]]}),
@@ -602,6 +608,36 @@ def test_ops_that_conflict_or_have_no_session(client: httpx.Client, name: str) -
         assert error_of(reply) == (404, "session_not_found", "session")
     assert error_of(client.post("/v1/cache/sessions/nobody/fork"))[1] == "session_not_found"
     assert error_of(client.delete("/v1/cache/sessions/nobody"))[1] == "session_not_found"
+
+
+def test_a_move_to_the_windows_end_is_no_move_beyond_it(client: httpx.Client, name: str) -> None:
+    complete(client, list(range(3, 103)), max_tokens=0, akv={"session": name})
+    ask = {"session": name, "start": 10}
+    assert post(client, "/v1/cache/repos", **ask, delta=2048 - 100)["next_position"] == 2048
+    assert error_of(client.post("/v1/cache/repos", json={**ask, "delta": 1}))[1:] == (
+        "context_length_exceeded",
+        "delta",
+    )
+    assert post(client, "/v1/cache/repos", **ask, delta=100 - 2048)["next_position"] == 100
+
+
+def test_errors_say_what_to_do_instead(client: httpx.Client, name: str) -> None:
+    block = '<ephemeral_observation id="a">{}</ephemeral_observation>'
+    chat(client, [user(f"{block.format('one')} {block.format('two')}")], max_tokens=0, akv={"session": name})
+    (span,) = info_of(client, name).spans
+    first, second = ([b.start, b.end] for b in span.blocks)
+    for key in ("a", "0:a"):
+        reply = client.post("/v1/cache/drop", json={"session": name, "blocks": [key]})
+        assert error_of(reply) == (400, "invalid_request", "blocks[0]")
+        assert f"spans: {first}, {second}" in reply.json()["error"]["message"]
+    post(client, "/v1/cache/drop", session=name, spans=[first, second])
+    reply = client.post("/v1/cache/restore", json={"session": name, "spans": [[first[0], second[1]]]})
+    assert error_of(reply) == (409, "position_conflict", "spans[0]")
+    assert "span of its own" in reply.json()["error"]["message"]
+    assert post(client, "/v1/cache/restore", session=name, spans=[first, second])["dropped_tokens"] == 0
+    reply = client.post("/v1/completions", json={**ABC, "stop": ["x"] * 100})
+    assert error_of(reply) == (400, "invalid_request", "stop")
+    assert "at most 64" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -881,6 +917,9 @@ def test_tenants_and_keys(loaded: LoadedModel) -> None:
             assert complete(ann2, tokens)["usage"]["prompt_tokens_details"]["cached_tokens"] == 100
             assert error_of(bob.get("/v1/cache/sessions/s"))[1] == "session_not_found"
             assert bob.get("/v1/cache/sessions").json()["data"] == []
+            counts = [who.get("/v1/cache/stats").json()["sessions"] for who in (ann, bob, ann2)]
+            assert counts == [1, 0, 1]
+            assert re.search(r"^akv_sessions\{.*\} 1$", bob.get("/metrics").text, re.MULTILINE)
             assert info_of(ann2, "s").stream_tokens == 104
 
 
