@@ -15,6 +15,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -63,6 +65,9 @@ def _cpu_name() -> str:
     )
 
 
+_UNUSED_S = 60 * 24 * 3600.0
+
+
 @cache
 def library(march: str = "native") -> ctypes.CDLL:
     """The compiled kernels for one -march; compiled once per source, compiler flags and machine, then cached.
@@ -87,11 +92,22 @@ def library(march: str = "native") -> ctypes.CDLL:
             if done.returncode:
                 raise RuntimeError(f"{compiler} could not compile AKV's CPU kernels:\n{done.stderr.decode()}")
             os.replace(built, path)  # whole or not at all, also with two processes at it
+        _remove_unused(folder)
+    with suppress(OSError):
+        os.utime(path)  # it is in use
     loaded = ctypes.CDLL(str(path))
     for name, letters in _SIGNATURES.items():
         getattr(loaded, name).argtypes = [_TYPES[letter] for letter in letters]
         getattr(loaded, name).restype = ctypes.c_int
     return loaded
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes compiled kernels that nobody loaded for a long time; a process that has them loaded keeps them."""
+    for old in folder.glob("kernels-*.so"):
+        with suppress(OSError):  # somebody else was quicker, or may and we may not
+            if time.time() - old.stat().st_mtime > _UNUSED_S:
+                old.unlink()
 
 
 def _kind(k_pages: Tensor, v_pages: Tensor) -> int:
