@@ -130,23 +130,6 @@ def spans_of(pieces: Iterable[Piece]) -> list[MessageSpan]:
     return spans
 
 
-def find_blocks(spans: Iterable[MessageSpan], key: str) -> list[Block]:
-    """The blocks called `key`: `<message>:<id>` always works, the id alone where only one block has it.
-
-    Raises AkvError("invalid_request", param="blocks") where there is none, or an id alone means several.
-    """
-    blocks = [(span.message, block) for span in spans for block in span.blocks]
-    if exact := [block for message, block in blocks if f"{message}:{block.id}" == key]:
-        return exact
-    found = [(message, block) for message, block in blocks if block.id == key]
-    if not found:
-        raise AkvError("invalid_request", f"no block is called {key!r}", param="blocks")
-    if len(found) > 1:
-        names = ", ".join(f"{message}:{key}" for message, _ in found)
-        raise AkvError("invalid_request", f"{len(found)} blocks have id {key!r}; say which: {names}", param="blocks")
-    return [found[0][1]]
-
-
 def normalise_for_matching(message: Message) -> Hashable:
     """The identity of a message: two that compare equal are the same message, sent twice.
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from akv_server.chat import Chat, find_blocks, normalise_for_matching, spans_of
+from akv_server.chat import Chat, normalise_for_matching, spans_of
 from akv_server.errors import AkvError
 from akv_server.tokenizer import Tokenizer, from_directory
 from tests.tokenizers_for_tests import save, small_tokenizer
@@ -393,18 +393,6 @@ def test_a_block_is_exact_where_tokens_end_at_the_tags(default_chat):
 def test_blocks_in_a_template_that_makes_json_of_content(chats):
     message = {"role": "tool", "content": block("a", 'say "hi"\n')}
     assert insides(chats["json"], message) == [("a", 'say \\"hi\\"\\n')]
-
-
-def test_a_block_is_addressed_by_id_or_by_message_and_id(default_chat):
-    talk = [USER, {"role": "tool", "content": block("a", "one")}, {"role": "tool", "content": block("a", "two")}]
-    spans = default_chat.render([*talk, {"role": "tool", "content": block("b", "three")}]).spans
-    assert find_blocks(spans, "b") == spans[3].blocks
-    assert find_blocks(spans, "2:a") == spans[2].blocks
-    assert find_blocks(spans, "3:b") == spans[3].blocks
-    for key, reason in [("a", "1:a, 2:a"), ("c", "no block"), ("0:a", "no block")]:
-        with pytest.raises(AkvError, match=reason) as refused:
-            find_blocks(spans, key)
-        assert refused.value.param == "blocks"
 
 
 @settings(max_examples=150, deadline=None)
