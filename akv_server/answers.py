@@ -53,6 +53,8 @@ def claimed_piece(
         text = _read(chat, ids, until, parser)
         calls = parser.calls if parser else ()
         if text is not None and identity_of(text, calls) == identity:
+            for call, sent in zip(calls, message.get("tool_calls") or (), strict=True):
+                call.id = sent.get("id") or call.id
             return chat.generated_piece(opened, ids, i, calls)
     raise _bad("they are not those of this message")
 

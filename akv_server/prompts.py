@@ -106,7 +106,7 @@ class ChatPrompt:
         warnings: list[str] = []
         for i in new:
             piece = self._piece(i, warnings)
-            messages.append(_with_ids(_placed(piece, len(tokens), self._identities[i]), self._messages[i]))
+            messages.append(_placed(piece, len(tokens), self._identities[i]))
             tokens += piece.tokens
         differs = num_kept < min(len(stream.messages), len(self._identities))
         tokens += self._rendered.generation

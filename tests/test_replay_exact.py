@@ -7,6 +7,7 @@ would move, and every op with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +15,16 @@ import pytest
 
 import akv_sdk
 from akv_sdk import Client, Session
+from akv_server.chat import Chat
 from akv_server.loader import LoadedModel
+from akv_server.prompts import ChatPrompt
+from akv_server.requests import ChatBody
+from akv_server.streams import Stream
+from akv_server.tokenizer import from_directory
+from akv_server.tools import Parser, tool_use
 from tests.server import Server, load_tiny, serving_model
+from tests.test_chat import SPECIAL, TEMPLATES
+from tests.tokenizers_for_tests import save, small_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]
 
@@ -176,6 +185,34 @@ def test_tool_calls_keep_their_ids(server: Server, client: Client):
     call["function"]["arguments"] = '{"cmd": "rm"}'
     (warning,) = client.chat(messages, tools=TOOLS, max_tokens=1).akv.warnings
     assert "not those of this message" in warning
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_with_any_template_the_whole_stream_comes_back(name: str, tmp_path: Path):
+    """Answers with reasoning and calls, of one character a token: message by message, and then all at once."""
+    kind, template = TEMPLATES[name]
+    config = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": template}
+    tokenizer = from_directory(save(small_tokenizer(kind, SPECIAL), tmp_path / name, **config))
+    chat = Chat(tokenizer)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
+    stream = Stream()
+    for i in range(6):
+        turn = ChatPrompt(ChatBody(messages=messages, tools=TOOLS), chat)
+        text = f"<think>Step {i}.</think>\nI look." if i % 3 == 0 else f"Step {i}."
+        calls = [f'\n<tool_call>\n{{"name":  "run", "arguments": {{"n" :{n}}}}}\n</tool_call>' for n in range(i % 3)]
+        ids = [token_id for letter in "".join([text, *calls]) for token_id in tokenizer.encode(letter)]
+        ids += [tokenizer.eos_token_id] * (i % 2)
+        parser = Parser(chat.call_format, tool_use(TOOLS, None, None).functions, many=True)
+        assert parser.push("".join([text, *calls]))[0] + parser.finish()[0] == text
+        stream = turn.answered(turn.continued(stream).stream, ids, text, parser.calls)
+        called = {"tool_calls": [call.body() for call in parser.calls]} if parser.calls else {}
+        messages.append({"role": "assistant", "content": text, "akv": {"token_ids": ids}, **called})
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "done"} for call in parser.calls]
+        messages += results or [{"role": "user", "content": "Go on."}]
+    turn = ChatPrompt(ChatBody(messages=messages, tools=TOOLS), chat)
+    want, got = turn.continued(stream), turn.continued(Stream())
+    assert want.first_different is None and want.num_common >= stream.messages[-1].end
+    assert (got.warnings, got.stream.tokens, got.stream.messages) == ((), want.stream.tokens, want.stream.messages)
 
 
 def test_only_the_messages_own_ids_are_taken(server: Server, client: Client):
