@@ -24,6 +24,8 @@ from akv_server.scheduler import Request
 from akv_server.streams import Block, Message, Stream
 from tests.conversations import tagged
 from tests.models import tiny_model
+from tests.perf.auto_drop import Replay
+from tests.perf.quality import marked
 from tests.server import Server, load_tiny, serving_model
 from tests.test_engine import GREEDY, some_tokens
 from tests.truth import Truth
@@ -304,3 +306,33 @@ def test_without_a_session_it_says_so_and_a_bad_field_is_named(client: httpx.Cli
     refused = client.post("/v1/chat/completions", json=body | {"akv": {"auto_drop": {"epsilon": 0}}})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"].startswith("akv.auto_drop")
+
+
+# --- a needle in a real trajectory ------------------------------------------------------------------------------------
+
+
+def test_an_observation_that_the_answer_needs_stays_at_the_default(shared: Path) -> None:
+    """A fact is planted in the midst of a long observation of a real run; three turns in a row ask for it."""
+    messages = json.loads((shared / "trajectories" / "tools-inspect-ctf78.json").read_text())["messages"][:7]
+    needle = "Note: the release token of this build is 7f3a-9c21-relay."
+    half = len(messages[5]["content"]) // 2
+    messages[5]["content"] = f"{messages[5]['content'][:half]}\n{needle}\n{messages[5]['content'][half:]}"
+    asks = {"role": "user", "content": "Which release token was noted above? Repeat it exactly."}
+    answers = {"role": "assistant", "content": needle.removeprefix("Note: ").capitalize()}
+    marked_messages = [marked(i, message) for i, message in enumerate(messages)]
+    replay = Replay(loader.load("default", weights="int8"), [*marked_messages, *[asks, answers] * 3], max_tokens=8000)
+    replay.turns = replay.turns[-3:]
+    attention = {turn: replay.attention(turn) for turn in replay.turns}
+    block = replay.stream.messages[5].blocks[0]
+    assert block.end < len(replay.stream.tokens) - auto_drop.NUM_RECENT_TOKENS, "the recent window does not protect it"
+
+    def num_left(settings: types.AutoDrop) -> int:
+        *_, (_, stream) = replay.judged(attention, settings)
+        return stream.layout.num_visible_in(block.start, block.end)
+
+    assert num_left(types.AutoDrop()) == block.end - block.start
+    assert num_left(types.AutoDrop(epsilon=0.5)) == 0  # its mean share is no larger: most of it is beside the point
+    density = attention[replay.turns[0]].density
+    middle = (block.start + block.end) // 2
+    asked = density[middle - 48 : middle + 48].max()
+    assert asked > 10 * np.median(density[block.start : block.end])  # what was asked for is what is looked at

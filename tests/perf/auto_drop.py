@@ -8,7 +8,7 @@ A *need* is a turn that writes an identifier-like word (a path, a number, a name
 earlier observation has, and nothing else before the turn. It is counted where that observation lies before the recent
 window, which is never dropped; a *miss* is a need whose observation was gone when the turn began.
 
-    python -m tests.perf.auto_drop [--cost]
+    python -m tests.perf.auto_drop [--only NAME] [--cost]
 
 Prints a table for the docs and writes out/auto-drop.json; `--cost` measures what noting attention takes instead.
 """
@@ -182,7 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trajectories", type=Path, default=TRAJECTORIES)
     parser.add_argument("--max-tokens", type=int, default=6500)
-    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--only", action="append", metavar="NAME", help="of these names alone; repeatable")
+    parser.add_argument("--cost", action="store_true", help="measure what noting attention takes instead")
     options = parser.parse_args()
     console = Console()
     loaded = loader.load("default", weights="int8")
@@ -192,6 +193,8 @@ def main() -> None:
     rows = [Row(epsilon) for epsilon in EPSILONS]
     spread: list[float] = []
     for path in sorted(options.trajectories.glob("*.json")):
+        if path.stem not in (options.only or [path.stem]):
+            continue
         messages = [marked(i, message) for i, message in enumerate(json.loads(path.read_text())["messages"])]
         replay = Replay(loaded, messages, options.max_tokens)
         if len(replay.turns) < 4:
