@@ -290,12 +290,12 @@ class Cache:
         ]
         chosen = np.flatnonzero(np.array(movable) & (count < self.page_size))
         chosen = chosen[np.argsort(first[chosen])]  # in the order of the stream
-        chosen = chosen[np.cumsum(count[chosen]) <= max_tokens]
-        num_tokens = int(count[chosen].sum())
-        num_new = -(-num_tokens // self.page_size)
         # a lease's own pages cannot be evicted to make room for it; those of a leaf could
         to_evict = self.pool.num_evictable if isinstance(owner, Lease) else len(self.pool.dead)
-        if num_new >= len(chosen) or num_new > self.pool.num_free + to_evict:
+        room = (self.pool.num_free + to_evict) * self.page_size
+        chosen = chosen[np.cumsum(count[chosen]) <= min(max_tokens, room)]
+        num_tokens = int(count[chosen].sum())
+        if -(-num_tokens // self.page_size) >= len(chosen):
             return None
         survivors = index[np.isin(page_of, pages[chosen])]
         fresh = np.zeros(n, np.int32)  # the shift that each key was first written with
@@ -424,7 +424,11 @@ class Cache:
         for page in fresh:
             self.pool.filled[page] = size
         self.pool.filled[fresh[-1]] = int(new_slots[-1]) % size + 1
-        move(found.slots, new_slots, found.delta)
+        try:
+            move(found.slots, new_slots, found.delta)
+        except BaseException:
+            self.pool.unlease(fresh)
+            raise
         owner = found.owner
         if isinstance(owner, Lease):
             owner.slots[found.index] = new_slots

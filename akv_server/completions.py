@@ -183,7 +183,7 @@ class Completions:
         return Work(
             salt=turn.salt,
             tokens=turn.stream.tokens,
-            history=turn.stream.timeline.history,
+            timeline=turn.stream.timeline,
             num_known=turn.stream.num_known,
             sampling=body.sampling,
             max_tokens=room if body.max_new_tokens is None else body.max_new_tokens,

@@ -229,15 +229,13 @@ class Engine:
                 self._work.wait_for(lambda: self._stopping or not self.scheduler.is_idle or self._may_compact)
                 if self._stopping:
                     return
-                if self.scheduler.is_idle:
-                    self._compact()
-                    continue
             try:
                 self.step()
             except Exception:  # a fault of ours: whoever waits must hear of it, and the next request gets its chance
                 log.exception("a step could not be decided or committed")
                 with self._lock:
                     self.scheduler.fail_all(AkvError("internal_error", "the engine failed on a step"))
+                    self.cache.settle()  # whatever compaction it failed on
 
     @property
     def _may_compact(self) -> bool:
@@ -258,8 +256,9 @@ class Engine:
         requests in it with `internal_error`; the others go on."""
         with self._lock:
             step = self.scheduler.schedule()
-        if step is None:
-            return False
+            if step is None:
+                self._compact()
+                return False
         try:
             loaded = self._load(step)
             sampled, scores = self._run(step) if step.chunks else ({}, {})

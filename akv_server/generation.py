@@ -15,7 +15,7 @@ from typing import Protocol
 from akv_server.attention import Attention
 from akv_server.grammar import Constraint
 from akv_server.metrics import RequestMetrics, Watch
-from akv_server.ops import History
+from akv_server.ops import Timeline
 from akv_server.sampler import SamplingParams
 from akv_server.scheduler import GeneratedToken, Outcome, Request
 from akv_server.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class Work:
 
     salt: str
     tokens: list[int]
-    history: History
+    timeline: Timeline
     num_known: int
     sampling: SamplingParams
     max_tokens: int
@@ -199,7 +199,8 @@ class Generation:
             request_id=uuid.uuid4().hex,
             salt=work.salt,
             tokens=work.tokens,
-            history=work.history,
+            history=work.timeline.history,
+            timeline=work.timeline,
             sampling=work.sampling if seed is None else replace(work.sampling, seed=seed + index),
             max_tokens=work.max_tokens,
             stop_token_ids=work.stop_token_ids,

@@ -292,11 +292,18 @@ class Timeline:
 
     __slots__ = ("history", "points")
 
-    def __init__(self, history: History = ()) -> None:
+    def __init__(self, history: History = (), known: Timeline | None = None) -> None:
+        """`known`, if given, is the timeline of an earlier history; where this one only goes on from it, just the new
+        ops are worked out."""
         self.history = history
         self.points: list[Point] = []
-        layout = Layout()
         i = 0
+        if known is not None and known.history and history[: len(known.history)] == known.history:
+            # what stands at the last point may go on there, so that point is worked out again
+            last_at = known.history[-1].at
+            i = next(j for j, op in enumerate(known.history) if op.at == last_at)
+            self.points = [point for point in known.points if point.at < last_at]
+        layout = self.points[-1].layout if self.points else Layout()
         while i < len(history):
             at = history[i].at
             if at < layout.num_tokens:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from akv_server.ops import Layout, Signature, Timeline
+from akv_server.ops import VISIBLE, Layout, Signature, Timeline
 from akv_server.pool import Pool
 
 Array = np.ndarray
@@ -46,6 +46,7 @@ class Edge:
         "seen",
         "slots",
         "start",
+        "ticket",
         "tokens",
         "written",
     )
@@ -66,6 +67,7 @@ class Edge:
         self.seen: list[int] | None = None  # a leaf's view: pages its history sees
         self.fragmentation = 0.0  # of a leaf's history, as it was when `seen` was worked out
         self.alive = True
+        self.ticket = -1  # of its entry in the order of eviction
 
     @property
     def end(self) -> int:
@@ -310,7 +312,7 @@ class RadixTree:
         if parent.parent is not None:
             self._refresh_leaf(parent)
         elif not parent.children:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
+            del self._roots[parent.salt]
 
     def _repage(self, edge: Edge) -> None:
         """Makes the edge hold exactly the pages that its slots lie in."""
@@ -343,7 +345,8 @@ class RadixTree:
             if len(self._leaves) > 2 * self.num_edges + 64:
                 self._leaves = [entry for entry in self._leaves if self._is_current(entry)]
                 heapq.heapify(self._leaves)
-            heapq.heappush(self._leaves, (edge.last_use, next(self._tickets), edge))
+            edge.ticket = next(self._tickets)
+            heapq.heappush(self._leaves, (edge.last_use, edge.ticket, edge))
 
     def _unsee(self, edge: Edge) -> None:
         if edge.seen is not None:
@@ -361,8 +364,8 @@ class RadixTree:
         return pages, len(seen)
 
     def _is_current(self, entry: tuple[int, int, Edge]) -> bool:
-        last_use, _, edge = entry
-        return edge.seen is not None and edge.last_use == last_use
+        _, ticket, edge = entry
+        return edge.seen is not None and edge.ticket == ticket
 
     def _least_recently_used(self) -> Edge | None:
         while self._leaves:
@@ -423,7 +426,7 @@ class RadixTree:
             assert (edge.seen is None) == bool(edge.children or edge.leases)
             if edge.seen is not None:
                 assert edge.seen == self._visible_pages(edge)[0], "a leaf's view is out of date"
-                assert any(e is edge and use == edge.last_use for use, _, e in self._leaves), "a leaf cannot be evicted"
+                assert any(e is edge and t == edge.ticket for _, t, e in self._leaves), "a leaf cannot be evicted"
                 by_fragmentation[_tenth(edge.fragmentation)] += 1
                 for page in edge.seen:
                     views[page] += 1
@@ -454,10 +457,11 @@ def shifts(layout: Layout, start: int, end: int) -> Array:
 
 
 def visible_mask(layout: Layout, num_tokens: int) -> Array:
-    """bool [num_tokens]: which tokens a layout sees."""
+    """bool [num_tokens]: which tokens a layout sees, those that it has not computed yet included."""
     mask = np.zeros(num_tokens, bool)
-    for segment in layout.segments:
-        mask[segment.start : segment.end] = True
+    for run in layout.runs:
+        if run.state == VISIBLE:
+            mask[run.start : run.end] = True
     return mask
 
 

@@ -29,7 +29,7 @@ from akv_server.attention import Attention
 from akv_server.cache import Cache, Lease, Move, Plan, Span, span_indexes
 from akv_server.errors import AkvError
 from akv_server.ops import FORGOTTEN, History, Layout, Timeline, common_prefix
-from akv_server.radix import Array, visible_mask
+from akv_server.radix import Array, shifts, visible_mask
 
 if TYPE_CHECKING:  # it lives beside the sampler, which is torch
     from akv_server.sampler import SamplingParams
@@ -54,8 +54,8 @@ Score = tuple[float, list[tuple[int, float]]]
 
 @dataclass(slots=True)
 class Outcome:
-    """How a request ended. The token counts are of the prompt: `cached + prefilled + replayed` is all of it but what
-    nobody needed (a span that was forgotten, or lost while invisible)."""
+    """How a request ended. The token counts are of the prompt: `cached + prefilled + replayed` is all of it but
+    what is forgotten; a token that was let go while invisible, and that nobody needs, counts as cached."""
 
     finish_reason: str  # "stop", "length", "abort", "error"
     error: AkvError | None
@@ -89,6 +89,7 @@ class Request:
     num_known: int = 0  # tokens that this session computed before: computing them again counts as replayed
     token_mask: Callable[[], Array] | None = None  # bool [vocab]: what may be sampled behind the tokens heard so far
     attention: Attention | None = None  # the engine notes here what the stream's tokens get while this decodes
+    timeline: Timeline | None = None  # the history worked out, if the caller has it
 
 
 class State(Enum):
@@ -117,10 +118,7 @@ class View:
         entry = np.zeros(len(index), np.int64)
         entry[turns] = 1
         logical = np.cumsum(entry) * page_size + offsets
-        shift = np.repeat([s.shift for s in layout.segments], [s.end - s.start for s in layout.segments])
-        if len(shift) < len(index):  # the open run's tokens, computed since the layout's point
-            shift = np.concatenate([shift, np.full(len(index) - len(shift), shift_at(layout, end - 1))])
-        delta = shift[: len(index)] - lease.written[index]
+        delta = shifts(layout, 0, end)[index] - lease.written[index]
         breaks = np.flatnonzero((np.diff(index) != 1) | (np.diff(logical) != 1) | (np.diff(delta) != 0)) + 1
         starts = np.concatenate([[0], breaks])
         lengths = np.diff(np.concatenate([starts, [len(index)]]))
@@ -237,7 +235,7 @@ class Scheduler:
 
     def check_request(self, request: Request) -> None:
         """Raises AkvError for a request that could never run. Reads no tree: any thread may call it."""
-        timeline = Timeline(request.history)
+        timeline = request.timeline = request.timeline or Timeline(request.history)
         n = len(request.tokens)
         if not n:
             raise AkvError("invalid_request", "the prompt is empty", param="prompt")
@@ -273,14 +271,17 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queues a request that `check_request` let pass."""
         ids = np.asarray(request.tokens, np.int32)
-        self.waiting.append((request, ids, Timeline(request.history), None, None))
+        timeline = request.timeline or Timeline(request.history)
+        self.waiting.append((request, ids, timeline, None, None))
 
     def abort(self, request_id: str) -> None:
         """Ends a request, wherever it is; its work is freed at once. Unknown ids are no error: it may just be done."""
         for entry in self.waiting:
             if entry[0].request_id == request_id:
                 self.waiting.remove(entry)
-                entry[0].on_done(entry[3] or _nothing_done("abort"))
+                outcome = entry[3] or _nothing_done("abort")
+                outcome.finish_reason = "abort"
+                entry[0].on_done(outcome)
                 return
         for running in self.running:
             if running.request.request_id == request_id and running.state is not State.CLOSING:
@@ -376,8 +377,16 @@ class Scheduler:
                 return False
             elif running in in_step:
                 return False
-            elif not self._compact(running.lease):
+            elif self._compact(running.lease):
+                continue
+            elif running.state is State.PREFILLING:
                 self.fail(running, self._too_large())
+                return False
+            else:  # it has its answer so far; the pool holds no more
+                if running.state is State.DECODING:
+                    self._end(running, "length")
+                self._publish_computed(running)
+                self._close(running)
                 return False
         return True
 
@@ -553,6 +562,7 @@ class Scheduler:
         the token after it, by row."""
         for load, written in zip(step.loads, loaded, strict=True):
             self._take_loaded(load, written)
+        last_of = {chunk.running: chunk for chunk in step.chunks}
         for chunk in step.chunks:
             running = chunk.running
             if running not in self.running:
@@ -568,6 +578,8 @@ class Scheduler:
                         running.outcome.prompt_scores[index] = scores[row]
             if running.state is State.PREFILLING:
                 self._advance(running, chunk.end)
+                if chunk is last_of[running]:
+                    self._publish(running, chunk.end)
             if chunk.samples:
                 self._take(running, sampled[running])
             elif running.state is State.PREFILLING and not running.todo:
@@ -582,6 +594,7 @@ class Scheduler:
         self.tokens_loaded += len(written)
         if len(written):
             self._advance(running, end)
+            self._publish(running, end)
         if end < load.end:
             self._replan(running)
         elif not running.todo:
@@ -594,6 +607,9 @@ class Scheduler:
             running.todo[0] = replace(span, start=end)
         else:
             running.todo.popleft()
+
+    def _publish(self, running: Running, end: int) -> None:
+        """Shares what is computed up to `end`, and lets go of what no later phase reads."""
         self.cache.publish(running.lease, end)
         self.cache.release(running.lease, running.todo[0].phase if running.todo else running.plan.num_phases)
 

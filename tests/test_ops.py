@@ -214,3 +214,28 @@ def test_random_histories_equal_the_naive_model(seed):
             and before.runs[before._at(i)].state == layout.runs[layout._at(i)].state
             for i in range(Naive.HORIZON)
         )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_timeline_that_goes_on_equals_one_worked_out_anew(seed):
+    random_ = random.Random(seed)
+    history: tuple[Op, ...] = ()
+    known = Timeline()
+    n = 0
+    for _ in range(40):
+        n += random_.choice([0, 0, 1, 5])
+        start, end = sorted((random_.randint(0, n), random_.randint(0, n)))
+        grown = (*history, Op(random_.choice(["drop", "restore"]), n, start, end, 0, random_.random() < 0.5))
+        try:
+            anew = Timeline(grown)
+        except AkvError as refusal:
+            with pytest.raises(AkvError) as other:
+                Timeline(grown, known)
+            assert other.value.param == refusal.param
+            continue
+        history, known = grown, Timeline(grown, known)
+        assert [(p.at, p.signature, p.layout) for p in known.points] == [
+            (p.at, p.signature, p.layout) for p in anew.points
+        ]
+    shorter = history[: len(history) // 2]
+    assert Timeline(shorter, known).points == Timeline(shorter).points
