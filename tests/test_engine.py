@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -287,6 +288,58 @@ def test_preempted_requests_are_replayed_not_failed(model, truth):
         assert client.outcome.finish_reason == "length"
         assert len(client.ids) == 40
         assert_right(client, truth)
+
+
+def test_a_preempted_request_can_be_aborted_while_it_waits(model):
+    small = Engine(model, EngineConfig(num_pages=24, max_step_tokens=64))
+    clients = [Client(some_tokens(90, seed=i), max_tokens=40) for i in range(5)]
+    for client in clients:
+        small.submit(client.request())
+    while not small.stats()["preemptions"]:
+        small.step()
+    for client in clients:
+        small.abort(str(id(client)))
+    assert [client.outcome.finish_reason for client in clients] == ["abort"] * 5
+    small.check()
+    assert small.scheduler.is_idle
+
+
+def test_a_full_pool_ends_an_answer_it_cannot_hold(model, truth):
+    """One drop of 8 tokens leaves 500 of 512 visible; there is room for 12 more at the most, less what a page wastes."""
+    tokens = some_tokens(508)
+    small = Engine(model, EngineConfig(num_pages=32, compact_above=1.0))
+    run(small, Client(tokens))
+    client = run(small, Client([*tokens, 3], (drop(100, 108, 508),), max_tokens=100))
+    assert client.outcome.error is None
+    assert client.outcome.finish_reason == "length"
+    assert 0 < len(client.ids) <= 11
+    assert_right(client, truth)
+
+
+def test_a_fault_in_idle_compaction_does_not_stop_the_engine(model):
+    engine = Engine(model, EngineConfig(num_pages=160))
+    tokens = some_tokens(640)
+    run(engine, Client(tokens))
+    history = tuple(drop(start, start + 10, len(tokens)) for start in range(10, len(tokens), 20))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no")
+
+    move, engine.kv.move = engine.kv.move, broken
+    client = Client([*tokens, 1], history, max_tokens=1)
+    engine.start()
+    engine.submit(client.request())
+    while client.outcome is None or engine.stats()["running"]:
+        time.sleep(0.01)
+    engine.kv.move = move
+    again = Client([*tokens, 1, 2], history, max_tokens=1)
+    engine.submit(again.request())
+    deadline = time.monotonic() + 60
+    while again.outcome is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    engine.stop()
+    assert again.outcome.finish_reason == "length"
+    engine.check()
 
 
 def test_what_cannot_fit_alone_is_refused_and_others_go_on(model):
