@@ -300,21 +300,9 @@ class NamedSpan:
 
 
 def named_spans(stream: Stream, spans: Sequence[tuple[int, int]]) -> list[NamedSpan]:
-    """The spans of a request, checked against the stream and one another; those that touch are one: two ways of saying
-    one thing must come to one history."""
-    checked = _checked(stream, [NamedSpan(f"spans[{i}]", start, end) for i, (start, end) in enumerate(spans)])
-    return _joined(sorted(checked, key=lambda span: (span.start, span.end)))
-
-
-def _joined(ascending: Sequence[NamedSpan]) -> list[NamedSpan]:
-    """The spans with neighbours that touch made one, under the name of the first."""
-    joined: list[NamedSpan] = []
-    for span in ascending:
-        if joined and joined[-1].end == span.start:
-            joined[-1] = replace(joined[-1], end=span.end)
-        else:
-            joined.append(span)
-    return joined
+    """The spans of a request, checked against the stream and one another. Spans that touch stay apart: each can be
+    restored by itself."""
+    return _checked(stream, [NamedSpan(f"spans[{i}]", start, end) for i, (start, end) in enumerate(spans)])
 
 
 def spans_of_blocks(stream: Stream, names: Sequence[str]) -> list[NamedSpan]:
@@ -345,12 +333,14 @@ def spans_of_pages(stream: Stream, pages: Sequence[int]) -> list[NamedSpan]:
         if page * LOGICAL_PAGE >= n:
             message = f"pages[{i}]: page {page} lies beyond a stream of {n} tokens"
             raise AkvError("span_out_of_range", message, param=f"pages[{i}]")
-    return _joined(
-        [
-            NamedSpan(f"pages[{i}]", page * LOGICAL_PAGE, min((page + 1) * LOGICAL_PAGE, n))
-            for page, i in sorted({page: i for i, page in enumerate(pages)}.items())
-        ]
-    )
+    joined: list[NamedSpan] = []
+    for page, i in sorted({page: i for i, page in enumerate(pages)}.items()):
+        start, end = page * LOGICAL_PAGE, min((page + 1) * LOGICAL_PAGE, n)
+        if joined and joined[-1].end == start:
+            joined[-1] = replace(joined[-1], end=end)
+        else:
+            joined.append(NamedSpan(f"pages[{i}]", start, end))
+    return joined
 
 
 def _checked(stream: Stream, spans: list[NamedSpan]) -> list[NamedSpan]:

@@ -305,7 +305,7 @@ def test_a_preempted_request_can_be_aborted_while_it_waits(model):
 
 
 def test_a_full_pool_ends_an_answer_it_cannot_hold(model, truth):
-    """One drop of 8 tokens leaves 500 of 512 visible; there is room for 12 more at the most, less what a page wastes."""
+    """One drop of 8 tokens leaves 501 of 512 visible: there is room for 11 more, less what a page wastes."""
     tokens = some_tokens(508)
     small = Engine(model, EngineConfig(num_pages=32, compact_above=1.0))
     run(small, Client(tokens))

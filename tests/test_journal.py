@@ -378,12 +378,16 @@ def test_a_key_applies_an_op_once(path: Path) -> None:
 
 
 def test_the_last_keys_are_remembered(path: Path) -> None:
+    def there_and_back(number: int) -> types.ReposRequest:
+        return move(-3 if number % 2 else 3)
+
     async def work() -> None:
         sessions, _ = make()
         await feed(sessions, "s", list(range(100)))
         for i in range(3 * MAX_KEYS):
-            await sessions.repos("", move(), key=str(i))
-            last = [await sessions.repos("", move(), key=str(max(0, i - MAX_KEYS + 1))) for _ in range(2)]
+            await sessions.repos("", there_and_back(i), key=str(i))
+            old = max(0, i - MAX_KEYS + 1)
+            last = [await sessions.repos("", there_and_back(old), key=str(old)) for _ in range(2)]
             assert len(last[1].ops) == i + 1
         assert len(sessions._sessions["", "s"].done) <= 2 * MAX_KEYS
 
