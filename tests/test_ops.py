@@ -228,10 +228,9 @@ def test_a_timeline_that_goes_on_equals_one_worked_out_anew(seed):
         grown = (*history, Op(random_.choice(["drop", "restore"]), n, start, end, 0, random_.random() < 0.5))
         try:
             anew = Timeline(grown)
-        except AkvError as refusal:
-            with pytest.raises(AkvError) as other:
+        except AkvError:
+            with pytest.raises(AkvError, match=f"ops.{len(history)}."):
                 Timeline(grown, known)
-            assert other.value.param == refusal.param
             continue
         history, known = grown, Timeline(grown, known)
         assert [(p.at, p.signature, p.layout) for p in known.points] == [
