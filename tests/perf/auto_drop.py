@@ -6,7 +6,9 @@ is approximate: attention is that of a model which still sees what was dropped.
 
 A *need* is a turn that writes an identifier-like word (a path, a number, a name with `_`, `.`, `/` or digits) which one
 earlier observation has, and nothing else before the turn. It is counted where that observation lies before the recent
-window, which is never dropped; a *miss* is a need whose observation was gone when the turn began.
+window, which is never dropped; a *miss* is a need whose observation was gone when the turn began. Real needs are few,
+so a needle is planted, too: a line in the midst of the longest observation of the first half. Behind the cut trajectory
+the user asks for it four times, and is answered; it is a miss if the needle's observation is gone at the fourth.
 
     python -m tests.perf.auto_drop [--only NAME] [--cost]
 
@@ -45,6 +47,12 @@ JSON = dict[str, Any]
 PAGE_SIZE = 16
 EPSILONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 WORD = re.compile(r"[\w./:@-]{6,}")
+NEEDLE = "Note: the release token of this build is 7f3a-9c21-relay."
+ASKED = [
+    {"role": "user", "content": "Which release token was noted above? Repeat it exactly."},
+    {"role": "assistant", "content": "The release token of this build is 7f3a-9c21-relay."},
+]
+NUM_ASKED = 4
 
 
 class Replay:
@@ -102,6 +110,17 @@ class Replay:
         yield len(self.stream.messages), stream
 
 
+def planted(messages: Sequence[JSON]) -> tuple[list[JSON], int]:
+    """The conversation with a needle, and questions for it at the end; and the message that has the needle."""
+    half = messages[: len(messages) // 2 + 1]
+    observations = [i for i, m in enumerate(half) if (m.get("content") or "").startswith("<ephemeral_observation")]
+    home = max(observations, key=lambda i: len(messages[i]["content"]))
+    text = messages[home]["content"]
+    middle = len(text) // 2
+    found = {**messages[home], "content": f"{text[:middle]}\n{NEEDLE}\n{text[middle:]}"}
+    return [*messages[:home], found, *messages[home + 1 :], *ASKED * NUM_ASKED], home
+
+
 def needs(replay: Replay) -> dict[tuple[int, int], set[str]]:
     """By (turn, message of the observation): the words that the turn can only have from there."""
     texts = [json.dumps([m.get("content"), m.get("tool_calls")], ensure_ascii=False) for m in replay.messages]
@@ -126,27 +145,36 @@ class Row:
     tokens_dropped: int = 0
     needs: int = 0
     misses: int = 0
+    needles: int = 0
+    needles_missed: int = 0
 
 
-def measure(replay: Replay, attention: dict[int, Attention], rows: Sequence[Row]) -> None:
-    """Adds a trajectory to each row."""
+def measure(replay: Replay, attention: dict[int, Attention], rows: Sequence[Row], home: int) -> None:
+    """Adds a trajectory to each row; message `home` has the needle."""
     messages = replay.stream.messages
+    own_turns = replay.turns[:-NUM_ASKED]
     blocks = {i: b for i, m in enumerate(messages) for b in m.blocks if b.kind == "observation" and b.start < b.end}
     for row in rows:
         settings = types.AutoDrop(epsilon=row.epsilon)
         wanted = needs(replay)
         for turn, stream in replay.judged(attention, settings):
             layout = stream.layout
+            if turn == replay.turns[-1]:
+                row.needles += 1
+                row.needles_missed += layout.num_visible_in(blocks[home].start, blocks[home].end) == 0
+            if turn not in own_turns:
+                continue
+            at_end = stream
             for block in [blocks[i] for at, i in wanted if at == turn and i in blocks]:
                 if block.end <= messages[turn].start - auto_drop.NUM_RECENT_TOKENS:
                     row.needs += 1
                     row.misses += layout.num_visible_in(block.start, block.end) < block.end - block.start
-        gone = {i: len(range(b.start, b.end)) - layout.num_visible_in(b.start, b.end) for i, b in blocks.items()}
-        gone = {i: count for i, count in gone.items() if blocks[i].end <= len(stream.tokens)}
+        seen = [b for b in blocks.values() if b.end <= len(at_end.tokens)]
+        gone = [b.end - b.start - at_end.layout.num_visible_in(b.start, b.end) for b in seen]
         row.observations += len(blocks)
         row.tokens += sum(b.end - b.start for b in blocks.values())
-        row.dropped += sum(count > 0 for count in gone.values())
-        row.tokens_dropped += sum(gone.values())
+        row.dropped += sum(count > 0 for count in gone)
+        row.tokens_dropped += sum(gone)
 
 
 def cost(loaded: LoadedModel) -> str:
@@ -196,19 +224,25 @@ def main() -> None:
         if path.stem not in (options.only or [path.stem]):
             continue
         messages = [marked(i, message) for i, message in enumerate(json.loads(path.read_text())["messages"])]
-        replay = Replay(loaded, messages, options.max_tokens)
-        if len(replay.turns) < 4:
+        stream = render(types.RenderRequest(messages=messages, add_generation_prompt=False), Chat(loaded.tokenizer))
+        fits = [i for i, m in enumerate(stream.messages) if m.role == "assistant" and m.end <= options.max_tokens]
+        if len(fits) < 4:
             continue
+        messages, home = planted(messages[: fits[-1] + 1])
+        replay = Replay(loaded, messages, options.max_tokens + 1000)
         attention = {turn: replay.attention(turn) for turn in replay.turns}
-        measure(replay, attention, rows)
+        measure(replay, attention, rows, home)
         for turn in replay.turns:
             context = auto_drop.Context(replay.messages, replay.until(turn, Stream(timeline=Timeline())).spans())
             spread += [share for _, share in auto_drop.shares(context, attention[turn])]
-        console.print(f"[dim]{path.stem}: {len(replay.turns)} turns; {[(r.epsilon, r.misses, r.needs) for r in rows]}")
-    print("| epsilon | observations dropped | of their tokens | needed and gone |\n|---|---|---|---|")
+        misses = [(row.epsilon, row.misses, row.needs, row.needles_missed) for row in rows]
+        console.print(f"[dim]{path.stem}: {len(replay.turns)} turns; so far {misses}")
+    print("| epsilon | observations dropped | of their tokens | needed and gone | planted and gone |")
+    print("|---" * 5 + "|")
     for row in rows:
         freed = row.tokens_dropped / row.tokens
-        print(f"| {row.epsilon} | {row.dropped} of {row.observations} | {freed:.0%} | {row.misses} of {row.needs} |")
+        went = f"{row.dropped} of {row.observations} | {freed:.0%} | {row.misses} of {row.needs}"
+        print(f"| {row.epsilon} | {went} | {row.needles_missed} of {row.needles} |")
     print("shares, by tenths:", [round(q, 3) for q in statistics.quantiles(spread, n=10)])
     Path("out").mkdir(exist_ok=True)
     Path("out/auto-drop.json").write_text(json.dumps([vars(row) for row in rows], indent=1))
