@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,6 +20,7 @@ from akv_sdk import types
 from akv_server import auto_drop, files, loader
 from akv_server.attention import SAMPLED_EVERY, Attention
 from akv_server.engine import Engine, EngineConfig
+from akv_server.journal import Journal, Saved
 from akv_server.ops import Op
 from akv_server.scheduler import Request
 from akv_server.streams import Block, Message, Stream
@@ -191,6 +193,15 @@ def test_counts_are_cut_with_the_stream() -> None:
     assert [turns for _, _, turns in stream.quiet] == [1, 1]
     shorter, _ = stream.truncated(stream.messages[1].end)
     assert shorter.quiet == stream.quiet[:1]
+
+
+def test_counts_outlive_the_server(tmp_path: Path) -> None:
+    stream = judged(stream_of(100, 100), {"b0": 0.0}).stream
+    for _ in range(2):
+        with closing(Journal(tmp_path / "state")) as journal:
+            journal.save("", "s", Saved("salt", stream), 0.0).result()
+    with closing(Journal(tmp_path / "state")) as journal:
+        assert journal.load("", "s").result().stream.quiet == stream.quiet != ()
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 9), st.floats(0.01, 3))
