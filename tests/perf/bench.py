@@ -24,7 +24,7 @@ from torch import Tensor
 
 from akv_server import files, loader, weights
 from akv_server.engine import Engine, EngineConfig
-from akv_server.model import ModelConfig
+from akv_server.model import Model, ModelConfig
 from akv_server.ops import History, Op
 from akv_server.sampler import SamplingParams
 from akv_server.scheduler import GeneratedToken, Outcome, Request
@@ -125,6 +125,70 @@ def drop_against_none(engine: Engine, rounds: int) -> dict[str, float]:
         "ttft_re_prefill_ms": again * 1e3,
         "after_drop_over_no_drop": after_drop / without,
         "re_prefill_over_after_drop": again / after_drop,
+    }
+
+
+def settle(engine: Engine) -> None:
+    """Lets an idle engine do what compaction is left."""
+    while engine.cache.is_sparse and engine.config.compact_tokens_per_step:
+        engine.step()
+
+
+def every_second_block(engine: Engine) -> int:
+    """Pages that a stream of 64 blocks of 10 tokens sees once each second block is dropped and the stream goes on."""
+    tokens = some_tokens(64 * 10, seed=3)
+    Run(engine, tokens, max_tokens=0, salt="blocks")
+    history = tuple(Op("drop", len(tokens), start, start + 10, repos=True) for start in range(10, len(tokens), 20))
+    tokens = tokens + some_tokens(16, seed=4)
+    Run(engine, tokens, history, max_tokens=8, salt="blocks")
+    settle(engine)
+    return engine.residency("blocks", tokens, history)[1]
+
+
+def rolling_drop(engine: Engine) -> tuple[int, float]:
+    """An agent of 24 turns that keeps its last 3 observations, and of older ones the first and last 8 tokens: the pages
+    that its stream sees at the end, and the longest decode step on the way, in seconds."""
+    tokens: list[int] = []
+    history: tuple[Op, ...] = ()
+    blocks: list[tuple[int, int]] = []
+    longest = 0.0
+    for turn in range(24):
+        tokens = tokens + some_tokens(20, seed=1000 + turn)
+        blocks.append((len(tokens) + 8, len(tokens) + 192))
+        tokens = tokens + some_tokens(200, seed=2000 + turn)
+        run = Run(engine, tokens, history, max_tokens=16, salt="rolling")
+        times = run.token_times_s
+        longest = max(longest, *(b - a for a, b in itertools.pairwise(times)))
+        assert run.outcome is not None
+        tokens = tokens + run.outcome.tokens
+        if len(blocks) > 3:
+            history = (*history, Op("drop", len(tokens), *blocks[-4], repos=True))
+    settle(engine)
+    return engine.residency("rolling", tokens, history)[1], longest
+
+
+def compaction(model: Model, rounds: int) -> dict[str, float]:
+    """What compaction saves, and what it costs the step beside it: off and on take turns."""
+    engines = [Engine(model, EngineConfig(num_pages=512, compact_tokens_per_step=tokens)) for tokens in (0, 256)]
+    figures: dict[str, float] = {}
+    for name, engine in zip(("off", "on"), engines, strict=True):
+        figures[f"blocks_pages_{name}"] = every_second_block(engine)
+
+    def longest_step(name: str, engine: Engine) -> Callable[[int], float]:
+        def run(_: int) -> float:
+            engine.evict_all()
+            pages, longest = rolling_drop(engine)
+            figures[f"rolling_pages_{name}"] = pages
+            return longest
+
+        return run
+
+    off, on = take_turns(rounds, longest_step("off", engines[0]), longest_step("on", engines[1]))
+    assert engines[1].stats()["compactions"] > 0
+    return figures | {
+        "longest_step_off_ms": off * 1e3,
+        "longest_step_on_ms": on * 1e3,
+        "longest_step_on_over_off": on / off,
     }
 
 
@@ -246,6 +310,8 @@ def main() -> None:
     for kind, engine in engines.items():
         console.print(f"[dim]first token after a drop, {kind} weights …")
         figures |= {f"{kind}_{name}": value for name, value in drop_against_none(engine, rounds).items()}
+    console.print("[dim]compaction, int8 weights …")
+    figures |= compaction(engines["int8"].model, rounds)
     console.print("[dim]prefill and decode beside transformers …")
     figures |= against_transformers(engines, rounds)
     console.print("[dim]what int8 weights cost in quality …")
@@ -285,6 +351,18 @@ def report(console: Console, figures: dict[str, float]) -> None:
         values = [figures.get(f"{kind}_{key}") for kind in kinds]
         absolute.add_row(what, *("" if value is None else form.format(value) for value in values))
     console.print(absolute)
+    pages = Table(title="Compaction")
+    for column in ("", "off", "on", "on / off", "goal"):
+        pages.add_column(column, justify="right" if column else "left")
+    for what, key, form in (
+        ("pages seen, every second of 64 blocks dropped", "blocks_pages", "{:.0f}"),
+        ("pages seen, rolling drop over 24 turns", "rolling_pages", "{:.0f}"),
+    ):
+        off, on = figures[f"{key}_off"], figures[f"{key}_on"]
+        pages.add_row(what, form.format(off), form.format(on), f"{on / off:.2f}", "")
+    off, on = figures["longest_step_off_ms"], figures["longest_step_on_ms"]
+    pages.add_row("longest decode step, ms", f"{off:.1f}", f"{on:.1f}", f"{on / off:.2f}", "<= 1.10")
+    console.print(pages)
     console.print(
         f"mean KL(float32 || int8): {figures['int8_mean_kl_nats']:.4f} nats a token "
         f"over {figures['int8_kl_tokens']:.0f} tokens of this repository"
