@@ -197,6 +197,8 @@ class Cache:
         todo: list[Span] = []
         for phase in range(len(phases) - 1, -1, -1):
             start, end, layout = phases[phase]
+            if not (wanted[start:end] | ((last_need[start:end] >= 0) & ~resident[start:end])).any():
+                continue  # all that is needed of it is there: most phases of a long history
             run = wanted[start:end] | ((last_need[start:end] >= 0) & missing[start:end])
             if run.any():
                 top = start + int(np.flatnonzero(run)[-1]) + 1
