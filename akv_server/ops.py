@@ -126,12 +126,17 @@ class Layout:
     def position(self, index: int) -> int:
         return index + self.runs[self._at(index)].shift
 
+    def runs_in(self, start: int, end: int) -> Iterator[Run]:
+        """The runs that share an index with `[start, end)`, not cut to it."""
+        for place in range(self._at(start), len(self.runs)):
+            if self.runs[place].start >= end:
+                break
+            yield self.runs[place]
+
     def num_visible_in(self, start: int, end: int) -> int:
         """Visible tokens with an index in `[start, end)`; those not yet computed count too."""
         total = 0
-        for run in self.runs[self._at(start) :]:
-            if run.start >= end:
-                break
+        for run in self.runs_in(start, end):
             if run.state == VISIBLE:
                 total += min(run.end, end) - max(run.start, start)
         return total

@@ -450,9 +450,8 @@ def fragmentation(num_visible: int, num_slots: int) -> float:
 def shifts(layout: Layout, start: int, end: int) -> Array:
     """int32 [end - start]: how far each token sits from its index."""
     out = np.zeros(end - start, np.int32)
-    for run in layout.runs:
-        if run.start < end and run.end > start:
-            out[max(run.start - start, 0) : run.end - start] = run.shift
+    for run in layout.runs_in(start, end):
+        out[max(run.start - start, 0) : run.end - start] = run.shift
     return out
 
 
