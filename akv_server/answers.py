@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import product
 
-from akv_server.chat import Chat, Message, Piece, Rendered, normalise_for_matching
+from akv_server.chat import Chat, Piece, Rendered
 from akv_server.errors import AkvError
 from akv_server.generation import TextOut
+from akv_server.identity import Message, normalise_for_matching
 from akv_server.tools import Call, Function, Parser
 
 
@@ -55,7 +56,7 @@ def claimed_piece(
         if text is not None and identity_of(text, calls) == identity:
             for call, sent in zip(calls, message.get("tool_calls") or (), strict=True):
                 call.id = sent.get("id") or call.id
-            return chat.generated_piece(opened, ids, i, calls)
+            return chat.generated_piece(opened, ids, calls)
     raise _bad("they are not those of this message")
 
 

@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from akv_server.blocks import Block
 from akv_server.errors import AkvError
 from akv_server.ops import Op, Timeline
-from akv_server.streams import Block, Message, Stream, num_common
+from akv_server.streams import Message, Stream, num_common
 
 log = logging.getLogger("akv")
 

@@ -15,11 +15,12 @@ from typing import Any
 from akv_sdk import types
 from akv_server import streams
 from akv_server.answers import claimed_ids, claimed_piece, identity_of
-from akv_server.chat import Chat, Piece, ids_of_inputs, normalise_for_matching
+from akv_server.chat import Chat, Piece
 from akv_server.errors import AkvError
 from akv_server.grammar import Shape
+from akv_server.identity import ids_of_inputs, normalise_for_matching
 from akv_server.requests import ChatBody, CompletionBody
-from akv_server.streams import Block, Continued, Message, Stream
+from akv_server.streams import Continued, Message, Stream
 from akv_server.tokenizer import Tokenizer
 from akv_server.tools import NO_TOOLS, Call, Function, tool_use
 
@@ -141,7 +142,7 @@ class ChatPrompt:
                 if not num_lost:
                     return replace(shorter, messages=(*stream.messages[:-1], last))
             return stream
-        piece = self._chat.generated_piece(self._rendered, generated, len(stream.messages), calls)
+        piece = self._chat.generated_piece(self._rendered, generated, calls)
         tokens = stream.tokens + generated
         message = replace(_placed(piece, end, identity_of(text, calls)), end=len(tokens), is_open=True)
         return replace(stream, tokens=tokens, messages=(*stream.messages, message))
@@ -210,5 +211,5 @@ def _placed(piece: Piece, start: int, identity: Hashable) -> Message:
         content_start=start + a,
         content_end=start + b,
         tool_call_id=piece.tool_call_id,
-        blocks=tuple(Block(b.id, start + b.start, start + b.end, b.kind, b.tool_call_id) for b in piece.blocks),
+        blocks=tuple(block.moved(start) for block in piece.blocks),
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from akv_sdk import types
+from akv_server.blocks import Block
 from akv_server.errors import AkvError
 from akv_server.ops import VISIBLE, History, Layout, Op, Timeline, common_prefix
 
@@ -20,22 +21,10 @@ LOGICAL_PAGE = 16  # tokens; what `pages` counts in a drop, whatever the pool's 
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A named part of a message; `[start, end)` are the stream indexes of its inside. `tool_call_id` is that of the
-    call whose arguments a `tool_input` is."""
-
-    id: str
-    start: int
-    end: int
-    kind: types.BlockKind = "observation"
-    tool_call_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Message:
     """A message in a stream. `[start, end)` includes what the template puts around it; `identity` is what a message
     of a later request must have to be taken for this one. `is_open`: it was generated, and what the template puts
-    behind it does not stand in the stream yet."""
+    behind it does not stand in the stream yet. Blocks, too, count in the stream."""
 
     identity: Hashable
     role: str

@@ -13,7 +13,10 @@ import pytest
 
 import akv_sdk
 from akv_server import files, tokenizer
+from akv_server.chat import Chat
 from akv_server.tokenizer import Tokenizer
+from tests.chats import SPECIAL, TEMPLATES
+from tests.tokenizers_for_tests import save, small_tokenizer
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -31,6 +34,32 @@ def shared() -> Path:
 def default_tokenizer() -> Tokenizer:
     """The default model's tokenizer, from its GGUF file."""
     return tokenizer.load(files.resolve("default"))
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory) -> dict[str, Path]:
+    """By the name of a template of `tests/chats.py`, a model's folder with it and a small tokenizer."""
+    base = tmp_path_factory.mktemp("chat")
+    return {
+        name: save(
+            small_tokenizer(kind, SPECIAL),
+            base / name,
+            bos_token="<|endoftext|>",
+            eos_token="<|im_end|>",
+            chat_template=template,
+        )
+        for name, (kind, template) in TEMPLATES.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def chats(model_folders) -> dict[str, Chat]:
+    return {name: Chat(tokenizer.from_directory(folder)) for name, folder in model_folders.items()}
+
+
+@pytest.fixture(scope="session")
+def default_chat(default_tokenizer) -> Chat:
+    return Chat(default_tokenizer)
 
 
 class Blocking:

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from akv_sdk import types
 from akv_server import auto_drop, files, loader
 from akv_server.attention import SAMPLED_EVERY, Attention
+from akv_server.blocks import Block
 from akv_server.engine import Engine, EngineConfig
 from akv_server.journal import Journal, Saved
 from akv_server.ops import Op
 from akv_server.scheduler import Request
-from akv_server.streams import Block, Message, Stream
+from akv_server.streams import Message, Stream
 from tests.conversations import tagged
 from tests.models import tiny_model
 from tests.perf.auto_drop import Replay

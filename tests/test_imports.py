@@ -92,6 +92,16 @@ def test_the_server_is_a_stack():
             continue
         for other in imports(path) & set(level):
             assert level[other] > level[name], f"{name} imports {other}"
+    # what makes tokens of messages is a stack of its own, below those that have streams
+    for name, below in {
+        "chat": {"turns", "templates", "blocks", "identity", "tools", "tokenizer", "errors"},
+        "turns": {"templates", "blocks", "identity", "errors"},
+        "templates": {"errors"},
+        "blocks": {"tools"},
+        "identity": {"nesting", "errors"},
+    }.items():
+        own = {i.split(".")[1] for i in imports(modules("akv_server")[f"akv_server.{name}"]) if i[:11] == "akv_server."}
+        assert own == below, name
     # and there is no way back up through a module beside the stack
     graph = {name: imports(path) & set(modules("akv_server")) for name, path in modules("akv_server").items()}
     done: set[str] = set()
@@ -109,6 +119,7 @@ def test_the_server_is_a_stack():
 
 def test_each_library_has_its_place():
     assert users_of("fastapi", "akv_server") == {"akv_server.app"}
+    assert users_of("jinja2", "akv_server") == {"akv_server.chat", "akv_server.templates"}
     without_torch = {"ops", "pool", "radix", "cache", "scheduler", "streams", "sessions", "chat", "tokenizer", "app"}
     with_torch = users_of("torch", "akv_server", at_run_time=True)
     assert not with_torch & {f"akv_server.{name}" for name in without_torch}

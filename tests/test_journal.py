@@ -21,12 +21,13 @@ import pytest
 import akv_sdk
 from akv_sdk import types
 from akv_server import cli, serving
+from akv_server.blocks import Block
 from akv_server.errors import AkvError
 from akv_server.journal import Done, Journal, Saved
 from akv_server.loader import LoadedModel
 from akv_server.ops import Op, Timeline
 from akv_server.sessions import DAY_S, MAX_KEYS, MAX_SESSIONS, Sessions
-from akv_server.streams import Block, Message, Stream, continued, drop, named_spans
+from akv_server.streams import Message, Stream, continued, drop, named_spans
 from tests.models import tiny_model
 from tests.processes import Forge
 from tests.server import load_tiny, serving_model

@@ -14,6 +14,7 @@ from akv_server.prompts import ChatPrompt
 from akv_server.requests import ChatBody
 from akv_server.streams import Continued, Stream
 from akv_server.tokenizer import Tokenizer
+from tests.chats import Whole
 
 FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name")
 
@@ -99,7 +100,7 @@ def test_the_end_of_a_turn_stands_between_an_answer_and_the_next_message(chat: C
         messages = [question, {"role": "assistant", "content": "Three."}, {"role": "user", "content": "Why?"}]
         continued = prompt(chat, messages).continued(stream)
         assert follows(continued, stream)
-        assert continued.stream.tokens == chat.render(messages).tokens
+        assert continued.stream.tokens == Whole(chat, messages).tokens
 
 
 def test_what_differs_is_named(chat: Chat) -> None:
@@ -114,4 +115,4 @@ def test_what_differs_is_named(chat: Chat) -> None:
     ]:
         continued = prompt(chat, changed).continued(stream)
         assert continued.first_different == first_different
-        assert continued.stream.tokens == chat.render(changed).tokens
+        assert continued.stream.tokens == Whole(chat, changed).tokens

@@ -22,8 +22,8 @@ from akv_server.requests import ChatBody
 from akv_server.streams import Stream
 from akv_server.tokenizer import from_directory
 from akv_server.tools import Parser, tool_use
+from tests.chats import SPECIAL, TEMPLATES
 from tests.server import Server, load_tiny, serving_model
-from tests.test_chat import SPECIAL, TEMPLATES
 from tests.tokenizers_for_tests import save, small_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]

@@ -12,10 +12,11 @@ import pytest
 
 from akv_sdk import types
 from akv_server import streams
+from akv_server.blocks import Block
 from akv_server.errors import AkvError
 from akv_server.ops import History, Layout, Op, layout_at
 from akv_server.sessions import Sessions
-from akv_server.streams import Block, Continued, Message, Stream, continued, named_spans
+from akv_server.streams import Continued, Message, Stream, continued, named_spans
 
 WINDOW = 400
 

@@ -27,9 +27,9 @@ from akv_server.generation import TextOut
 from akv_server.grammar import Grammars, Shape
 from akv_server.tokenizer import Tokenizer, from_directory
 from akv_server.tools import CallFormat, Function, Parser, Style, ToolUse, tool_use
+from tests.chats import QWEN_LIKE
 from tests.models import tiny_model
 from tests.server import Server, serving_model
-from tests.test_chat import QWEN_LIKE
 from tests.tokenizers_for_tests import save, small_tokenizer
 
 JSON = dict[str, Any]

@@ -1,0 +1,119 @@
+"""What a message is known by when it comes back: two spellings of one message have one identity.
+
+Owns the normal form of a message's role, content and tool calls, and refusing what has none. Knows neither templates
+nor tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from typing import Any
+
+from pydantic import ValidationError
+
+from akv_sdk.types import MessageMarking
+from akv_server.errors import AkvError
+from akv_server.nesting import is_deep
+
+Message = dict[str, Any]
+
+
+def normalise_for_matching(message: Message) -> Hashable:
+    """The identity of a message: two that compare equal are the same message, sent twice.
+
+    Role, text (parts joined, line ends and outer whitespace aside), and function and arguments of each call, by value
+    and not by spelling. Ids of calls are left out, frameworks make them anew; so is a tool result's `name`.
+    """
+    role = role_of(message.get("role"))
+    calls = [call["function"] for call in calls_of(message, "tool_calls")]
+    text = text_of(message.get("content"), "content").replace("\r\n", "\n").strip()
+    called = tuple((call["name"], _canonical(call["arguments"])) for call in calls)
+    return role, text, called, None if role == "tool" else message.get("name")
+
+
+def ids_of_inputs(message: Message) -> list[str | None]:
+    """The ids of a message's calls whose arguments are an object that is not empty: those with a block of their own."""
+    return [call.get("id") for call in calls_of(message, "tool_calls") if has_input(call)]
+
+
+def has_input(call: Message) -> bool:
+    """Whether the arguments of a call in its normal form are an object that is not empty."""
+    arguments = call["function"]["arguments"]
+    return isinstance(arguments, dict) and bool(arguments)
+
+
+def role_of(role: Any) -> Any:
+    """OpenAI's newer name for the system role means the same."""
+    return "system" if role == "developer" else role
+
+
+def text_of(content: Any, at: str) -> str:
+    """A content as one string; parts are joined by line ends. Raises AkvError naming the field, which is `at`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise bad(at, "content is a string, null or a list of parts")
+    texts: list[str] = []
+    for j, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise bad(f"{at}[{j}].type", f"only parts of type text are supported, not {kind!r}")
+        if not isinstance(part.get("text"), str):
+            raise bad(f"{at}[{j}].text", "a text part has a text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def calls_of(message: Message, at: str) -> list[Message]:
+    """The tool calls of a message, copied, with their arguments as values. Raises AkvError naming the field."""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise bad(at, "tool_calls is a list")
+    return [_call(call, f"{at}[{j}]") for j, call in enumerate(calls)]
+
+
+def check_marking(message: Message, at: str) -> None:
+    """What a message says of itself to policies is held to the contract; the template never sees it."""
+    try:
+        MessageMarking.model_validate(message.get("akv") or {})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
+        raise bad(f"{at}.akv{path}", first["msg"]) from None
+
+
+def bad(param: str, message: str) -> AkvError:
+    return AkvError("invalid_request", message, param=param)
+
+
+def _call(call: Any, at: str) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise bad(f"{at}.function", "a tool call has a function")
+    if not isinstance(function.get("name"), str):
+        raise bad(f"{at}.function.name", "a tool call has the name of a function")
+    arguments = _arguments(function.get("arguments"))
+    return {**call, "function": {"name": function["name"], "arguments": {} if arguments is None else arguments}}
+
+
+def _arguments(arguments: Any) -> Any:
+    """Arguments as a value; a string that is no JSON object stays what it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) and not is_deep(parsed) else arguments
+
+
+def _canonical(value: Any) -> str:
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(inner) for key, inner in item.items()}
+        if isinstance(item, list):
+            return [plain(inner) for inner in item]
+        return int(item) if isinstance(item, float) and item.is_integer() else item  # JavaScript writes 1.0 as 1
+
+    return json.dumps(plain(value), sort_keys=True)
