@@ -184,8 +184,28 @@ __attribute__((unused)) static void share(void (*work)(void *, int, int), void *
     for (int n = 0; n < runs; n++) work(args, n * grain, (n + 1) * grain < count ? (n + 1) * grain : count);
 }
 
-/* For rows that all cost the same. */
+/* work(args, begin, end) over [0, count), a contiguous part for each thread, in whole units of `unit`. A thread gets the
+ * same part in every call of the same shape: what one kernel wrote, the next finds in the cache of its own core, where
+ * a line that another core has just written costs as much as hundreds of products. */
+__attribute__((unused)) static void share_evenly(void (*work)(void *, int, int), void *args, int count, int unit,
+                                                 int64_t elements, int threads) {
+    int units = (count + unit - 1) / unit;
+    if (threads > units) threads = units;
+    if (threads <= 1 || elements <= SMALL) {
+        if (count > 0) work(args, 0, count);
+        return;
+    }
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+    for (int n = 0; n < threads; n++) {
+        int begin = (int)((int64_t)units * n / threads) * unit, end = (int)((int64_t)units * (n + 1) / threads) * unit;
+        work(args, begin, end < count ? end : count);
+    }
+}
+
+#define ROW_UNIT 16 /* rows of a prompt that stay together */
+
+/* For rows of activations that all cost the same. */
 __attribute__((unused)) static void share_rows(void (*work)(void *, int, int), void *args, int count,
                                                int64_t elements, int threads) {
-    share(work, args, count, (count + 4 * threads - 1) / (4 * threads), elements, threads);
+    share_evenly(work, args, count, count >= ROW_UNIT * threads ? ROW_UNIT : 1, elements, threads);
 }

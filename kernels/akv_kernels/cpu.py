@@ -344,7 +344,7 @@ class Int8Linear:
         """weight float [num_outputs, num_inputs]; not kept."""
         self.num_outputs, self.num_inputs = weight.shape
         num_blocks, num_groups = -(-self.num_outputs // _LANES), -(-self.num_inputs // _GROUP)
-        self.weights = torch.empty(num_blocks, num_groups, _GROUP // 4, _LANES, 4, dtype=torch.uint8)  # steps + 128
+        self.weights = torch.empty(num_blocks, num_groups, _GROUP // 4, _LANES, 4, dtype=torch.int8)
         self.scales = torch.empty(num_blocks, num_groups, _LANES, dtype=torch.bfloat16)
         dense = _dense(weight)
         library().akv_int8_pack(
@@ -387,6 +387,6 @@ class Int8Linear:
     def dequantised(self) -> Tensor:  # float32 [num_outputs, num_inputs]
         """The weight that the integers and scales stand for."""
         num_blocks, num_groups = self.scales.shape[:2]
-        steps = self.weights.permute(0, 3, 1, 2, 4).reshape(num_blocks * _LANES, num_groups, _GROUP).float() - 128
+        steps = self.weights.permute(0, 3, 1, 2, 4).reshape(num_blocks * _LANES, num_groups, _GROUP).float()
         scale = self.scales.transpose(1, 2).reshape(num_blocks * _LANES, num_groups, 1).float()
         return (steps * scale).flatten(1)[: self.num_outputs, : self.num_inputs]

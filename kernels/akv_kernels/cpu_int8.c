@@ -3,9 +3,8 @@
  *
  * Both factors are symmetric int8, the activation quantised here, row by row and group by group, so that a row of y
  * depends on its own row of x alone. The inner sums are of integers and have no order; the outer one runs over the
- * groups in ascending order on every path. Weights are packed for tiles of LANES outputs, stored + 128 so that they can
- * be the unsigned side of a dot product of bytes:
- *   weights [N / LANES][groups][GROUP / 4][LANES][4] uint8,  scales [N / LANES][groups][LANES] bfloat16. */
+ * groups in ascending order on every path. Weights are packed for tiles of LANES outputs:
+ *   weights [N / LANES][groups][GROUP / 4][LANES][4] int8,  scales [N / LANES][groups][LANES] bfloat16. */
 #include "cpu.h"
 #if defined(__AMX_INT8__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -19,38 +18,66 @@
 typedef struct {
     const int8_t *x;        /* [rows][groups * GROUP] */
     const float *x_scale;   /* [rows][groups] */
-    const int32_t *x_shift; /* [rows][groups] -128 * sum of the group: takes the + 128 out again */
-    const uint8_t *weights;
+    const int32_t *x_shift; /* [rows][groups] -128 * sum of the group */
+    const int8_t *weights;
     const uint16_t *scales;
     int groups;
 } Quantised;
 
+typedef int8_t vb __attribute__((vector_size(VL)));
+
+INLINE vi imax(vi a, vi b) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+    vi greater = a > b;
+    return (a & greater) | (b & ~greater);
+#endif
+}
+
+INLINE int32_t max_of(vi x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t most = x[0];
+    for (int i = 1; i < VL; i++) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
+INLINE int32_t sum_of(vi x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < VL; i++) sum += x[i];
+    return sum;
+#endif
+}
+
 static void quantise_row(const float *x, int size, int groups, int8_t *q, float *scale, int32_t *shift) {
     for (int g = 0; g < groups; g++) {
-        float part[GROUP] = {0};
-        int n = size - g * GROUP < GROUP ? size - g * GROUP : GROUP;
-        memcpy(part, x + g * GROUP, n * sizeof(float));
-        int32_t most_bits = 0; /* floats of one sign order like their bits */
-        for (int i = 0; i < GROUP; i++) {
-            int32_t bits;
-            memcpy(&bits, part + i, 4);
-            bits &= 0x7fffffff;
-            most_bits = bits > most_bits ? bits : most_bits;
+        float part[GROUP];
+        const float *from = x + g * GROUP;
+        if (size - g * GROUP < GROUP) {
+            memset(part, 0, sizeof part);
+            from = memcpy(part, from, (size - g * GROUP) * sizeof(float));
         }
+        vi most_bits = {0}; /* floats of one sign order like their bits */
+        for (int i = 0; i < GROUP; i += VL) most_bits = imax(most_bits, (vi)load(from + i) & 0x7fffffff);
+        int32_t bits = max_of(most_bits);
         float most;
-        memcpy(&most, &most_bits, 4);
+        memcpy(&most, &bits, 4);
         float inverse = most >= 1e-30f ? 127 / most : 0;
-        int32_t sum = 0;
-        for (int i = 0; i < GROUP; i++) {
-            float shifted = part[i] * inverse + 12582912.0f; /* the integer nearest stands in the low bits */
-            int32_t bits;
-            memcpy(&bits, &shifted, 4);
-            int32_t value = bits - 0x4b400000;
-            q[g * GROUP + i] = (int8_t)value;
-            sum += value;
+        vi sums = {0};
+        for (int i = 0; i < GROUP; i += VL) {
+            vi values = (vi)(load(from + i) * inverse + 12582912.0f) - 0x4b400000; /* the nearest integers */
+            vb bytes = __builtin_convertvector(values, vb);
+            memcpy(q + g * GROUP + i, &bytes, VL);
+            sums += values;
         }
         scale[g] = most / 127; /* a NaN or infinity in the group stays one */
-        shift[g] = -128 * sum;
+        shift[g] = -128 * sum_of(sums);
     }
 }
 
@@ -63,32 +90,33 @@ INLINE void add_bytes(__m512i *dot, __m512i bytes, __m512i quad) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*dot) : "v"(bytes), "v"(quad));
 }
 
-/* sum + (dot + shift) * by_row * scale, for the outputs of a block and one group of inputs. */
-INLINE __m512 add_group(__m512 sum, const int32_t *dot, int32_t shift, float by_row, const uint16_t *scales) {
+INLINE __m512 load_scales(const uint16_t *scales) {
     __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
-    __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-    __m512i right = _mm512_add_epi32(_mm512_load_si512(dot), _mm512_set1_epi32(shift));
-    return _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(right), _mm512_set1_ps(by_row)), scale, sum);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+/* sum + dot * by_row * scale, for the outputs of a block and one group of inputs. */
+INLINE __m512 add_group(__m512 sum, __m512i dot, float by_row, __m512 scale) {
+    return _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot), _mm512_set1_ps(by_row)), scale, sum);
 }
 
 INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block, float *out) {
     int groups = a->groups;
     size_t per_block = (size_t)groups * QUADS * LANES * 4;
-    const uint8_t *weights = a->weights + block * per_block;
-    const int8_t *x = a->x + (size_t)row * groups * GROUP;
+    const int8_t *weights = a->weights + block * per_block, *x = a->x + (size_t)row * groups * GROUP;
+    const __m512i bias = _mm512_set1_epi8(-128);
     for (int g = 0; g < groups; g++) {
-        int32_t dots[TILE_ROWS * TILE_WIDE * LANES] __attribute__((aligned(64)));
-        const int8_t *quads = x + (size_t)g * GROUP;
-        const uint8_t *bytes = weights + (size_t)g * QUADS * LANES * 4;
+        const int8_t *quads = x + (size_t)g * GROUP, *bytes = weights + (size_t)g * QUADS * LANES * 4;
         __m512i dot[TILE_ROWS][TILE_WIDE];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int w = 0; w < wide; w++) dot[r][w] = _mm512_setzero_si512();
+            for (int w = 0; w < wide; w++) dot[r][w] = _mm512_set1_epi32(a->x_shift[(size_t)(row + r) * groups + g]);
         for (int k = 0; k < QUADS; k++) {
-            __m512i weight[TILE_WIDE];
+            __m512i weight[TILE_WIDE]; /* + 128: the instruction's first side is unsigned; x_shift takes it out */
 #pragma GCC unroll 4
-            for (int w = 0; w < wide; w++) weight[w] = _mm512_loadu_si512(bytes + w * per_block + k * LANES * 4);
+            for (int w = 0; w < wide; w++)
+                weight[w] = _mm512_xor_si512(_mm512_loadu_si512(bytes + w * per_block + k * LANES * 4), bias);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 int32_t quad;
@@ -97,17 +125,14 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
                 for (int w = 0; w < wide; w++) add_bytes(&dot[r][w], weight[w], _mm512_set1_epi32(quad));
             }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int w = 0; w < wide; w++) _mm512_store_si512(dots + (r * TILE_WIDE + w) * LANES, dot[r][w]);
         for (int w = 0; w < wide; w++) {
-            const uint16_t *scales = a->scales + ((size_t)(block + w) * groups + g) * LANES;
+            __m512 scale = load_scales(a->scales + ((size_t)(block + w) * groups + g) * LANES);
+#pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                int at = (r * TILE_WIDE + w) * LANES;
-                size_t of_x = (size_t)(row + r) * groups + g;
-                __m512 sum = g ? _mm512_loadu_ps(out + at) : _mm512_setzero_ps();
-                _mm512_storeu_ps(out + at, add_group(sum, dots + at, a->x_shift[of_x], a->x_scale[of_x], scales));
+                float *at = out + (r * TILE_WIDE + w) * LANES;
+                __m512 sum = g ? _mm512_loadu_ps(at) : _mm512_setzero_ps();
+                _mm512_storeu_ps(at, add_group(sum, dot[r][w], a->x_scale[(size_t)(row + r) * groups + g], scale));
             }
         }
     }
@@ -115,6 +140,7 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
 
 #if defined(__AMX_INT8__) && defined(__linux__)
 #define AMX_ROWS 16
+#define AMX_MIN_ROWS 4 /* as dear as 16 */
 
 /* The matrix unit multiplies 16 rows by one tile of weights in one instruction; the kernel must allow it first. */
 static int has_amx(void) {
@@ -124,51 +150,61 @@ static int has_amx(void) {
 }
 
 static void amx_begin(void) {
-    struct {
+    static const struct {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
         uint8_t rows[16];
-    } __attribute__((aligned(64))) config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.row_bytes[i] = 64, config.rows[i] = 16;
-    _tile_loadconfig(&config);
+    } __attribute__((aligned(64))) eight_full_tiles = {
+        1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&eight_full_tiles);
 }
 
 /* int8_tile for 16 rows and one block of outputs: the same integers, then the same operations on floats. */
-static void amx_tile(const Quantised *a, int row, int block, float *out) {
+static void amx_tile(const Quantised *a, int row, int block, float *out, size_t out_stride) {
     int groups = a->groups;
-    const uint8_t *weights = a->weights + (size_t)block * groups * QUADS * LANES * 4;
+    const int8_t *weights = a->weights + (size_t)block * groups * QUADS * LANES * 4;
     const uint16_t *scales = a->scales + (size_t)block * groups * LANES;
     const int8_t *x = a->x + (size_t)row * groups * GROUP;
     const float *x_scale = a->x_scale + (size_t)row * groups;
-    const int32_t *x_shift = a->x_shift + (size_t)row * groups;
     size_t stride = (size_t)groups * GROUP;
-    int32_t dots[4][AMX_ROWS * LANES] __attribute__((aligned(64)));
+    int32_t dots[2][AMX_ROWS * LANES] __attribute__((aligned(64)));
     __m512 sum[AMX_ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < AMX_ROWS; r++) sum[r] = _mm512_setzero_ps();
-    for (int first = 0; first < groups; first += 4) {
-        int count = groups - first < 4 ? groups - first : 4;
-#define MULTIPLY(i)                                                                     \
-    if (i < count) {                                                                    \
-        _tile_zero(i);                                                                  \
-        _tile_loadd(4, x + (first + i) * GROUP, stride);                                \
-        _tile_loadd(5, weights + (size_t)(first + i) * QUADS * LANES * 4, LANES * 4);   \
-        _tile_dpbsud(i, 4, 5);                                                          \
-        _tile_stored(i, dots[i], LANES * 4);                                            \
+    for (int r = 0; r < AMX_ROWS; r++) {
+        __builtin_prefetch(out + r * out_stride, 1); /* to write: it may lie in another core's cache */
+        sum[r] = _mm512_setzero_ps();
     }
-        MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
+    /* The matrix unit works on one group while the vector units add up the one before it. */
+#define MULTIPLY(i, g)                                                             \
+    _tile_zero(i);                                                                 \
+    _tile_loadd(4, x + (g) * GROUP, stride);                                       \
+    _tile_loadd(5, weights + (size_t)(g) * QUADS * LANES * 4, LANES * 4);          \
+    _tile_dpbssd(i, 4, 5);
+#define ADD(i, g)                                                                  \
+    _tile_stored(i, dots[i], LANES * 4);                                           \
+    scale = load_scales(scales + (g) * LANES);                                     \
+    _Pragma("GCC unroll 16") for (int r = 0; r < AMX_ROWS; r++) sum[r] =           \
+        add_group(sum[r], _mm512_load_si512(dots[i] + r * LANES), x_scale[r * groups + (g)], scale);
+    __m512 scale;
+    int g = 0;
+    MULTIPLY(0, 0)
+    for (; g + 2 < groups; g += 2) {
+        MULTIPLY(1, g + 1)
+        ADD(0, g)
+        MULTIPLY(0, g + 2)
+        ADD(1, g + 1)
+    }
+    if (g + 1 < groups) {
+        MULTIPLY(1, g + 1)
+        ADD(0, g)
+        ADD(1, g + 1)
+    } else {
+        ADD(0, g)
+    }
 #undef MULTIPLY
-        for (int i = 0; i < count; i++) {
-            int g = first + i;
+#undef ADD
 #pragma GCC unroll 16
-            for (int r = 0; r < AMX_ROWS; r++) {
-                size_t of_x = (size_t)r * groups + g;
-                sum[r] = add_group(sum[r], dots[i] + r * LANES, x_shift[of_x], x_scale[of_x], scales + g * LANES);
-            }
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < AMX_ROWS; r++) _mm512_storeu_ps(out + r * LANES, sum[r]);
+    for (int r = 0; r < AMX_ROWS; r++) _mm512_storeu_ps(out + r * out_stride, sum[r]);
 }
 #endif
 
@@ -180,9 +216,9 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
     int groups = a->groups;
     size_t per_block = (size_t)groups * QUADS * LANES * 4;
     const int8_t *x = a->x + (size_t)row * groups * GROUP;
-    const __m256i bias = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+    const __m256i ones = _mm256_set1_epi16(1);
     for (int w = 0; w < wide; w++) {
-        const uint8_t *weights = a->weights + (block + w) * per_block;
+        const int8_t *weights = a->weights + (block + w) * per_block;
         __m256 sum[TILE_ROWS][2];
 #pragma GCC unroll 2
         for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
@@ -191,11 +227,11 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
 #pragma GCC unroll 2
             for (int r = 0; r < rows; r++) dot[r][0] = dot[r][1] = _mm256_setzero_si256();
             for (int k = 0; k < QUADS; k++) {
-                const uint8_t *at = weights + ((size_t)g * QUADS + k) * LANES * 4;
+                const int8_t *at = weights + ((size_t)g * QUADS + k) * LANES * 4;
 #pragma GCC unroll 2
                 for (int side = 0; side < 2; side++) {
                     /* |w| * (x with w's sign): both at most 127, so that pairs cannot saturate 16 bits */
-                    __m256i weight = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(at + 32 * side)), bias);
+                    __m256i weight = _mm256_loadu_si256((const __m256i *)(at + 32 * side));
                     __m256i size = _mm256_abs_epi8(weight);
 #pragma GCC unroll 2
                     for (int r = 0; r < rows; r++) {
@@ -246,7 +282,7 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
     int groups = a->groups;
     (void)wide;
     for (int g = 0; g < groups; g++) {
-        const uint8_t *weights = a->weights + ((size_t)block * groups + g) * QUADS * LANES * 4;
+        const int8_t *weights = a->weights + ((size_t)block * groups + g) * QUADS * LANES * 4;
         const uint16_t *scales = a->scales + ((size_t)block * groups + g) * LANES;
         vi dot[TILE_ROWS][4] = {{{0}}};
         for (int k = 0; k < QUADS; k++)
@@ -254,7 +290,6 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
             for (int part = 0; part < 4; part++) {
                 vi bytes;
                 memcpy(&bytes, weights + (k * 4 + part) * 16, 16);
-                bytes ^= (int32_t)0x80808080; /* takes the + 128 out */
 #pragma GCC unroll 2
                 for (int r = 0; r < rows; r++) {
                     int32_t quad;
@@ -295,15 +330,14 @@ static void put_tile(float *out, int num_outputs, int row, int rows, int block, 
         memcpy(out + (size_t)(row + r) * num_outputs + first, tile + r * stride, width * sizeof(float));
 }
 
-#define TASK_ROWS 96  /* of TILE_ROWS */
-#define TASK_BLOCKS 4 /* of LANES outputs */
+#define TASK_BLOCKS 8 /* blocks of LANES outputs that all rows of a thread are multiplied with in turn */
 
 typedef struct {
     Quantised a;
     const float *x;
     float *out;
     int64_t x_stride;
-    int num_rows, num_inputs, num_outputs, row_tasks;
+    int num_rows, num_inputs, num_outputs;
 } Linear;
 
 static void quantise_rows(void *args, int begin, int end) {
@@ -314,59 +348,76 @@ static void quantise_rows(void *args, int begin, int end) {
                      (float *)l->a.x_scale + r * groups, (int32_t *)l->a.x_shift + r * groups);
 }
 
-static void linear_tasks(void *args, int begin, int end) {
-    Linear *l = args;
-    int blocks = (l->num_outputs + LANES - 1) / LANES;
-    for (int n = begin; n < end; n++) {
-        int row = n % l->row_tasks * TASK_ROWS, block_begin = n / l->row_tasks * TASK_BLOCKS;
-        int row_end = row + TASK_ROWS < l->num_rows ? row + TASK_ROWS : l->num_rows;
-        int block_end = block_begin + TASK_BLOCKS < blocks ? block_begin + TASK_BLOCKS : blocks;
+/* Rows [row, row_end) times blocks [block, block_end). */
+static void multiply(const Linear *l, int row, int row_end, int block, int block_end) {
 #if defined(AMX_ROWS)
-        if (row_end - row >= AMX_ROWS && has_amx()) {
-            amx_begin();
-            for (; row + AMX_ROWS <= row_end; row += AMX_ROWS)
-                for (int block = block_begin; block < block_end; block++) {
+    if (row_end - row >= AMX_MIN_ROWS && has_amx()) {
+        amx_begin();
+        int whole_blocks = l->num_outputs / LANES;
+        for (; row_end - row >= AMX_MIN_ROWS; row += AMX_ROWS)
+            for (int b = block; b < block_end; b++) {
+                int rows = row_end - row < AMX_ROWS ? row_end - row : AMX_ROWS;
+                if (rows == AMX_ROWS && b < whole_blocks)
+                    amx_tile(&l->a, row, b, l->out + (size_t)row * l->num_outputs + b * LANES, l->num_outputs);
+                else {
                     float tile[AMX_ROWS * LANES];
-                    amx_tile(&l->a, row, block, tile);
-                    put_tile(l->out, l->num_outputs, row, AMX_ROWS, block, 1, tile, LANES);
+                    amx_tile(&l->a, row, b, tile, LANES);
+                    put_tile(l->out, l->num_outputs, row, rows, b, 1, tile, LANES);
                 }
-            _tile_release();
-        }
-#endif
-        for (int block = block_begin; block < block_end;) {
-            int wide = block_end - block >= TILE_WIDE ? TILE_WIDE : 1;
-            for (int r = row; r < row_end; r += TILE_ROWS) {
-                int rows = row_end - r < TILE_ROWS ? row_end - r : TILE_ROWS;
-                float tile[TILE_ROWS * TILE_WIDE * LANES];
-                int8_rows(rows, wide, &l->a, r, block, tile);
-                put_tile(l->out, l->num_outputs, r, rows, block, wide, tile, TILE_WIDE * LANES);
             }
-            block += wide;
+        _tile_release();
+    }
+#endif
+    while (block < block_end) {
+        int wide = block_end - block >= TILE_WIDE ? TILE_WIDE : 1;
+        for (int r = row; r < row_end; r += TILE_ROWS) {
+            int rows = row_end - r < TILE_ROWS ? row_end - r : TILE_ROWS;
+            float tile[TILE_ROWS * TILE_WIDE * LANES];
+            int8_rows(rows, wide, &l->a, r, block, tile);
+            put_tile(l->out, l->num_outputs, r, rows, block, wide, tile, TILE_WIDE * LANES);
         }
+        block += wide;
     }
 }
 
+static void all_outputs(void *args, int begin, int end) {
+    Linear *l = args;
+    int blocks = (l->num_outputs + LANES - 1) / LANES;
+    quantise_rows(args, begin, end);
+    for (int block = 0; block < blocks; block += TASK_BLOCKS)
+        multiply(l, begin, end, block, block + TASK_BLOCKS < blocks ? block + TASK_BLOCKS : blocks);
+}
+
+static void all_rows(void *args, int begin, int end) {
+    Linear *l = args;
+    for (int block = begin; block < end; block += TASK_BLOCKS)
+        multiply(l, 0, l->num_rows, block, block + TASK_BLOCKS < end ? block + TASK_BLOCKS : end);
+}
+
 /* x [num_rows][x_stride] float32 -> out [num_rows][num_outputs] float32. Returns 0, or -1 for want of memory. */
-EXPORT int akv_int8_linear(const float *x, int64_t x_stride, int num_rows, int num_inputs, const uint8_t *weights,
+EXPORT int akv_int8_linear(const float *x, int64_t x_stride, int num_rows, int num_inputs, const int8_t *weights,
                            const uint16_t *scales, int num_outputs, float *out, int threads) {
     int groups = (num_inputs + GROUP - 1) / GROUP, blocks = (num_outputs + LANES - 1) / LANES;
-    size_t x_bytes = (size_t)num_rows * groups * GROUP;
-    char *memory = scratch(SCRATCH_CALL, x_bytes + (size_t)num_rows * groups * 8 + 64);
+    size_t padded = (size_t)num_rows + ROW_UNIT; /* the last tile may read past the last row, and its results are dropped */
+    char *memory = scratch(SCRATCH_CALL, padded * groups * (GROUP + 8));
     if (!memory) return -1;
-    float *x_scale = (float *)(memory + x_bytes);
-    int32_t *x_shift = (int32_t *)(x_scale + (size_t)num_rows * groups);
-    Quantised a = {(int8_t *)memory, x_scale, x_shift, weights, scales, groups};
-    int row_tasks = (num_rows + TASK_ROWS - 1) / TASK_ROWS, block_tasks = (blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
-    Linear args = {a, x, out, x_stride, num_rows, num_inputs, num_outputs, row_tasks};
-    share_rows(quantise_rows, &args, num_rows, (int64_t)num_rows * num_inputs, threads);
+    float *x_scale = (float *)(memory + padded * groups * GROUP);
+    int32_t *x_shift = (int32_t *)(x_scale + padded * groups);
+    Linear args = {{(int8_t *)memory, x_scale, x_shift, weights, scales, groups}, x, out, x_stride, num_rows,
+                   num_inputs, num_outputs};
     int64_t products = (int64_t)num_rows * num_inputs * num_outputs;
-    share(linear_tasks, &args, row_tasks * block_tasks, 1, products / 16, threads);
+    if (num_rows >= 2 * ROW_UNIT * threads) /* rows enough: each thread reads all weights, and keeps its rows */
+        share_rows(all_outputs, &args, num_rows, products / 16, threads);
+    else {
+        quantise_rows(&args, 0, num_rows);
+        share_evenly(all_rows, &args, blocks, TASK_BLOCKS, products / 16, threads);
+    }
     return 0;
 }
 
 typedef struct {
     const float *weight; /* [num_outputs][num_inputs] */
-    uint8_t *weights;
+    int8_t *weights;
     uint16_t *scales;
     int num_outputs, num_inputs;
 } Pack;
@@ -390,14 +441,14 @@ static void pack_blocks(void *args, int begin, int end) {
                 for (int i = 0; i < GROUP; i++) {
                     float step = rintf(part[i] * inverse);
                     step = step > 127 ? 127 : step < -127 ? -127 : step;
-                    p.weights[((at * QUADS + i / 4) * LANES + n) * 4 + i % 4] = (uint8_t)((int)step + 128);
+                    p.weights[((at * QUADS + i / 4) * LANES + n) * 4 + i % 4] = (int8_t)step;
                 }
             }
         }
 }
 
 /* Quantise and pack a weight for akv_int8_linear. */
-EXPORT void akv_int8_pack(const float *weight, int num_outputs, int num_inputs, uint8_t *weights, uint16_t *scales,
+EXPORT void akv_int8_pack(const float *weight, int num_outputs, int num_inputs, int8_t *weights, uint16_t *scales,
                           int threads) {
     Pack args = {weight, weights, scales, num_outputs, num_inputs};
     share_rows(pack_blocks, &args, (num_outputs + LANES - 1) / LANES, (int64_t)num_outputs * num_inputs, threads);
