@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo test soak check bench quality gpu clean
+.PHONY: demo test test-frameworks soak check bench quality gpu clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dropped, nothing is prefilled twice
@@ -11,6 +12,10 @@ demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dro
 
 test: $(VENV)/.dev  ## set up and run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+test-frameworks: $(FRAMEWORKS)/.ready  ## agent frameworks as they are, against a server (their own environment; ~1 GB)
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks
+	$(FRAMEWORKS)/bin/mypy
 
 soak: $(VENV)/.dev  ## the long form of the random tests: 100,000 steps of the cache, 60 kills, ten minutes of load
 	AKV_SOAK=1 $(BIN)/python -m pytest tests/test_cache.py tests/test_journal.py tests/test_load.py
@@ -29,10 +34,10 @@ quality: $(VENV)/.dev  ## what dropping costs the model on real trajectories, be
 gpu: $(VENV)/.dev  ## on a GPU: the kernel tests for real, then timings (needs a torch with CUDA or ROCm)
 	$(BIN)/python -m tests.perf.gpu
 
-$(VENV)/.python:
+%/.python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("AKV needs Python 3.11 or newer, this is " + sys.version.split()[0])'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
+	$(PYTHON) -m venv $*
+	$*/bin/python -m pip install -q --upgrade pip
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.python pyproject.toml
@@ -43,5 +48,9 @@ $(VENV)/.dev: $(VENV)/.python pyproject.toml
 	$(BIN)/python -m pip install -q -e '.[dev]'
 	touch $@ $(VENV)/.demo
 
+$(FRAMEWORKS)/.ready: $(FRAMEWORKS)/.python pyproject.toml
+	$(FRAMEWORKS)/bin/python -m pip install -q -e '.[frameworks]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache

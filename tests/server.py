@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from starlette.types import ASGIApp
 
 from akv_server import loader, serving
 from akv_server.completions import Completions
@@ -45,12 +46,17 @@ def load_tiny(folder: Path, **config: object) -> LoadedModel:
 
 @contextmanager
 def serving_model(
-    loaded: LoadedModel, *, pool_tokens: int = 4096, api_keys: Sequence[tuple[str, str]] = ()
+    loaded: LoadedModel,
+    *,
+    pool_tokens: int = 4096,
+    api_keys: Sequence[tuple[str, str]] = (),
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> Iterator[Server]:
-    """Serves a loaded model until the block ends."""
+    """Serves a loaded model until the block ends. `around` may put something between the network and the server."""
     listener = serving.listen("127.0.0.1", 0)
     with listener, serving.running(loaded, pool_tokens=pool_tokens, max_running=16) as service:
         server = serving.make_server(service, api_keys)
+        server.config.app = around(server.config.app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn", daemon=True)
         thread.start()
         deadline = time.monotonic() + 30

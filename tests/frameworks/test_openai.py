@@ -1,0 +1,84 @@
+"""The openai package by itself, with an agent's loop around it as people write it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from akv_server.loader import LoadedModel
+from tests.frameworks.harness import ANSWERS, ScriptedServer, read_file, scripted
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "read_file",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "limit": {"type": "number"}},
+            "required": ["path"],
+        },
+    },
+}
+
+
+def as_it_came(message: dict[str, Any]) -> dict[str, Any]:
+    return message
+
+
+def normalised(message: dict[str, Any]) -> dict[str, Any]:
+    """Text stripped, arguments parsed and written again, fields that mean nothing left out."""
+    calls = []
+    for made in message.get("tool_calls", []):
+        arguments = json.dumps(json.loads(made["function"]["arguments"]), sort_keys=True, separators=(",", ":"))
+        function = {"name": made["function"]["name"], "arguments": arguments}
+        calls.append({"id": made["id"], "type": "function", "function": function})
+    text = (message.get("content") or "").strip()
+    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Content as a list of parts, one for each line, empty where there is none."""
+    lines = (message.get("content") or "").splitlines()
+    return {**message, "content": [{"type": "text", "text": line} for line in lines]}
+
+
+def run(agent: ScriptedServer, form: Any = as_it_came, *, stream: bool = False, session: str | None = "agent") -> None:
+    """An agent's loop to its end. `form` is how it keeps an answer."""
+    client = OpenAI(base_url=agent.url, api_key="none", max_retries=0)
+    messages: list[Any] = [{"role": "system", "content": "You code."}, {"role": "user", "content": "Find the bug."}]
+    options: dict[str, Any] = {"model": "default", "tools": [TOOL], "extra_body": {"akv": {"session": session}}}
+    while True:
+        if stream:
+            with client.chat.completions.stream(messages=messages, **options) as events:
+                reply: Any = events.get_final_completion()
+        else:
+            reply = client.chat.completions.create(messages=messages, **options)
+        message = reply.choices[0].message
+        messages.append(form(message.model_dump(exclude_none=True)))
+        if not message.tool_calls:
+            return
+        for made in message.tool_calls:
+            result = read_file(**json.loads(made.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
+
+
+@pytest.mark.parametrize("form", [as_it_came, normalised, in_parts])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_each_turn_prefills_only_what_is_new(loaded: LoadedModel, form: Any, stream: bool) -> None:
+    with scripted(loaded, ANSWERS) as agent:
+        run(agent, form, stream=stream)
+    agent.check_each_turn_prefills_only_what_is_new()
+
+
+def test_the_check_sees_an_answer_that_is_not_known_again(models: dict[str, LoadedModel]) -> None:
+    with scripted(models["plain"], ANSWERS) as agent:
+        run(agent, lambda message: {**message, "content": f"{message.get('content')}!"})
+    with pytest.raises(AssertionError):
+        agent.check_each_turn_prefills_only_what_is_new()
+    with scripted(models["plain"], ANSWERS, drop_before=None) as agent:
+        run(agent, session=None)
+    with pytest.raises(AssertionError):
+        agent.check_each_turn_prefills_only_what_is_new()
