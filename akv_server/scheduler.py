@@ -55,7 +55,8 @@ Score = tuple[float, list[tuple[int, float]]]
 @dataclass(slots=True)
 class Outcome:
     """How a request ended. The token counts are of the prompt: `cached + prefilled + replayed` is all of it but
-    what is forgotten; a token that was let go while invisible, and that nobody needs, counts as cached."""
+    what is forgotten; a token that was let go while invisible, and that nobody needs, counts as cached.
+    `computed_visible` counts those prefilled or replayed that the answer sees."""
 
     finish_reason: str  # "stop", "length", "abort", "error"
     error: AkvError | None
@@ -64,6 +65,7 @@ class Outcome:
     prefilled_tokens: int
     replayed_tokens: int
     prompt_scores: list[Score | None]
+    computed_visible: int = 0
 
 
 @dataclass(slots=True)
@@ -490,11 +492,13 @@ class Scheduler:
     def _start(self, request: Request, plan: Plan, outcome: Outcome | None, carried: object) -> None:
         lease = self.cache.open(plan)
         n, is_counted = len(plan.tokens), outcome is None
+        layout = plan.timeline.layout_at(n)
         if outcome is None:
             computed = plan.computed_indexes
             replayed = int((computed < request.num_known).sum())
             outcome = Outcome("", None, [], 0, plan.num_computed - replayed, replayed, [])
             outcome.cached_tokens = n - plan.num_computed - plan.num_forgotten
+            outcome.computed_visible = int(visible_mask(layout, n)[computed].sum())
             self.tokens_cached += outcome.cached_tokens
             self.tokens_cached_session += request.num_known - _num_known_elsewhere(plan, request.num_known) - replayed
             self.tokens_cached_tier += plan.num_loaded
@@ -504,7 +508,6 @@ class Scheduler:
         else:
             replayed = plan.num_computed
         self.tokens_replayed += replayed
-        layout = plan.timeline.layout_at(n)
         room = min(self.max_positions - layout.next_position, self._pool_tokens - layout.num_visible)
         limit = min(request.max_tokens, len(outcome.tokens) + room)
         running = Running(request, lease, plan, self._admitted, deque(plan.todo), outcome, limit)
@@ -543,6 +546,8 @@ class Scheduler:
         if running.is_counted:
             outcome = running.outcome
             outcome.cached_tokens -= len(more)
+            n = len(plan.tokens)
+            outcome.computed_visible += int(visible_mask(plan.timeline.layout_at(n), n)[more].sum())
             outcome.prefilled_tokens += prefilled
             outcome.replayed_tokens += replayed
             self.tokens_cached -= len(more)
