@@ -60,7 +60,7 @@ class Work:
 @dataclass(frozen=True)
 class Piece:
     """A bit of a choice, in order. `token` is None for text that was held back and let go at the end; `outcome` is set
-    on the last piece of a choice, and with it all its `calls`."""
+    on the last piece of a choice, and with it all its `calls` and the `stop` string that ended it."""
 
     choice: int
     text: str
@@ -68,12 +68,13 @@ class Piece:
     deltas: Sequence[CallDelta] = ()
     outcome: Outcome | None = None
     calls: Sequence[Call] = ()
+    stop: str | None = None
 
 
 @dataclass
 class Choice:
     """What came of one choice so far. `text` ends before the stop string and is without calls; `tokens` include those
-    that made them. `calls` are known at the end."""
+    that made them. `calls`, and the `stop` string if one ended it, are known at the end."""
 
     index: int
     text: str = ""
@@ -81,6 +82,7 @@ class Choice:
     token_offsets: list[int] = field(default_factory=list)  # len(text) before each token's text
     outcome: Outcome | None = None
     calls: Sequence[Call] = ()
+    stop: str | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -94,13 +96,16 @@ class TextOut:
         self._decoder = tokenizer.decode_stream(shown=shown)
         self._stops = stops
         self._held = ""
+        self.stop: str | None = None
+        """The stop string that was found."""
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """`(text that is certain now, whether a stop string is complete)`; text from the stop string on is gone."""
         self._held += self._decoder.push(token_id)
-        found = min((at for stop in self._stops if (at := self._held.find(stop)) >= 0), default=-1)
-        if found >= 0:
-            text, self._held = self._held[:found], ""
+        found = min(((at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0), default=None)
+        if found is not None:
+            at, self.stop = found
+            text, self._held = self._held[:at], ""
             return text, True
         keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
@@ -151,7 +156,7 @@ class Generation:
                 choice.token_offsets.append(len(choice.text))
             choice.text += piece.text
             if piece.outcome is not None:
-                choice.outcome, choice.calls = piece.outcome, piece.calls
+                choice.outcome, choice.calls, choice.stop = piece.outcome, piece.calls, piece.stop
                 self._num_running -= 1
                 if piece.outcome.error is not None:
                     self.abort()
@@ -190,10 +195,10 @@ class Generation:
             watch.on_done(outcome)
             text = out.finish()
             if parser is None:
-                put(Piece(index, text, outcome=outcome))
+                put(Piece(index, text, outcome=outcome, stop=out.stop))
                 return
             (text, deltas), (rest, more) = parser.push(text), parser.finish()
-            put(Piece(index, text + rest, None, deltas + more, outcome, tuple(parser.calls)))
+            put(Piece(index, text + rest, None, deltas + more, outcome, tuple(parser.calls), out.stop))
 
         return Request(
             request_id=uuid.uuid4().hex,
