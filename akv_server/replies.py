@@ -1,7 +1,7 @@
 """Bodies of OpenAI replies, whole and in chunks, from what a generation made.
 
-Owns the JSON shapes of chat and text completions, of their log-probabilities and of usage. Pure: knows neither HTTP
-nor sessions.
+Owns the JSON shapes of chat and text completions, of their log-probabilities and of usage. `stop_reason` of a choice
+is the stop string that ended it, or null, as vLLM has it. Pure: knows neither HTTP nor sessions.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Body = dict[str, Any]
 
 
 def usage(num_prompt_tokens: int, choices: Sequence[Choice]) -> Body:
-    """`num_prompt_tokens` are those the model sees: a dropped token is not part of the prompt. Those that were not
-    computed for the first choice came from the cache."""
+    """`num_prompt_tokens` are those the model sees: a dropped token is not part of the prompt. Those of them that were
+    not computed for the first choice came from the cache."""
     num_generated = sum(len(choice.tokens) for choice in choices)
     outcome = choices[0].outcome
-    num_computed = outcome.prefilled_tokens + outcome.replayed_tokens if outcome else 0
+    num_computed = outcome.computed_visible if outcome else 0
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt_tokens + num_generated,
-        "prompt_tokens_details": {"cached_tokens": max(num_prompt_tokens - num_computed, 0)},
+        "prompt_tokens_details": {"cached_tokens": num_prompt_tokens - num_computed},
     }
 
 
@@ -57,7 +57,7 @@ class Replies:
 
     def choice(self, choice: Choice, prompt: Echo | None, num_logprobs: int | None) -> Body:
         """A finished choice. `prompt` stands before the text where the caller asked for an echo."""
-        body: Body = {"index": choice.index, "finish_reason": _finish_reason(choice)}
+        body: Body = {"index": choice.index, "finish_reason": _finish_reason(choice), "stop_reason": choice.stop}
         if self._chat:
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
             if choice.calls:
@@ -108,6 +108,7 @@ class Replies:
     def last(self, choice: Choice) -> Body:
         """What closes a streamed choice."""
         body: Body = {"index": choice.index, "logprobs": None, "finish_reason": _finish_reason(choice)}
+        body["stop_reason"] = choice.stop
         return {**body, "delta": {}} if self._chat else {**body, "text": ""}
 
     def _name(self, token_id: int) -> str:
