@@ -9,8 +9,9 @@
 Pulls in httpx and pydantic, never the server. `akv_sdk.tokens` builds the model's tiktoken encoding.
 """
 
-from akv_sdk._wire import Event, Params, SessionParams
-from akv_sdk.client import AsyncClient, AsyncStream, Client, Stream
+from akv_sdk._events import Event
+from akv_sdk._wire import Params, SessionParams
+from akv_sdk.client import AsyncClient, Client
 from akv_sdk.errors import (
     AkvError,
     ApiError,
@@ -52,8 +53,10 @@ from akv_sdk.policies import (
     summariser,
 )
 from akv_sdk.session import AsyncSession, Session
+from akv_sdk.streams import AsyncStream, Stream
 from akv_sdk.types import (
     AkvReply,
+    AutoDrop,
     Block,
     CacheStats,
     Completion,
@@ -73,6 +76,7 @@ __all__ = [
     "AsyncClient",
     "AsyncSession",
     "AsyncStream",
+    "AutoDrop",
     "BadReply",
     "Block",
     "CacheOrSummarise",

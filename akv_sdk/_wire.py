@@ -1,7 +1,7 @@
-"""The pure half of the client: builds calls, reads replies and event streams, decides whether to try again.
+"""The pure half of the client: builds calls, reads replies, decides whether to try again.
 
 Does no I/O, never sleeps, reads no clock, and draws randomness only from a generator it is given. `client.py` moves the
-bytes; it is the only file that knows both this one and httpx.
+bytes; `_events.py` reads those of a stream.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from random import Random
@@ -84,6 +84,14 @@ class Call(Generic[T]):
     keyed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A completion to be sent, and who takes its reply in."""
+
+    call: Call[types.Completion]
+    take: Callable[[types.Completion], None] = lambda reply: None
+
+
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -95,11 +103,13 @@ def chat(
     ops: Iterable[types.Op] | None,
     on_miss: types.OnMiss,
     params: Mapping[str, Any],
+    auto_drop: types.AutoDrop | bool | None = None,
     stream: bool = False,
     marks: Iterable[types.Mark] = (),
 ) -> Call[types.Completion]:
+    akv = {"session": session, "ops": _listed(ops), "marks": list(marks) or None, "auto_drop": auto_drop}
     fields = {"messages": _objects("messages", messages)}
-    return _completion("/v1/chat/completions", fields, model, session, ops, on_miss, params, stream, marks)
+    return _completion("/v1/chat/completions", fields, model, akv, on_miss, params, stream)
 
 
 def completions(
@@ -112,33 +122,39 @@ def completions(
     params: Mapping[str, Any],
     stream: bool = False,
 ) -> Call[types.Completion]:
+    akv = {"session": session, "ops": _listed(ops)}
     fields = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
-    return _completion("/v1/completions", fields, model, session, ops, on_miss, params, stream)
+    return _completion("/v1/completions", fields, model, akv, on_miss, params, stream)
 
 
 def _completion(
     path: str,
     fields: dict[str, Any],
     model: str | None,
-    session: str | None,
-    ops: Iterable[types.Op] | None,
+    akv: dict[str, Any],
     on_miss: types.OnMiss,
     params: Mapping[str, Any],
     stream: bool,
-    marks: Iterable[types.Mark] = (),
 ) -> Call[types.Completion]:
-    if unknown := params.keys() - Params.__optional_keys__:
-        raise TypeError(f"{min(unknown)}: not a field of a completion request")
+    check_names(params)
     fields |= {name: value for name, value in params.items() if value is not None}
     if model is not None:
         fields["model"] = model
-    marked = list(marks) or None
-    if session is not None or ops is not None or marked is not None:
-        history = None if ops is None else list(ops)
-        fields["akv"] = _fields(types.AkvRequest, "akv", session=session, ops=history, on_miss=on_miss, marks=marked)
+    if any(value is not None for value in akv.values()):
+        fields["akv"] = _fields(types.AkvRequest, "akv", on_miss=on_miss, **akv)
     if stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     return Call("POST", path, types.Completion.model_validate_json, encode(fields))
+
+
+def check_names(params: Mapping[str, Any]) -> None:
+    """Raises TypeError for what is no field of a completion request."""
+    if unknown := params.keys() - Params.__optional_keys__:
+        raise TypeError(f"{min(unknown)}: not a field of a completion request")
+
+
+def _listed(ops: Iterable[types.Op] | None) -> list[types.Op] | None:
+    return None if ops is None else list(ops)
 
 
 def render(
@@ -270,7 +286,7 @@ def _fields(kind: type[BaseModel], prefix: str, /, **fields: Any) -> dict[str, A
     try:
         return kind(**fields).model_dump(mode="json", exclude_none=True)
     except ValidationError as error:
-        param, message = _fault(error)
+        param, message = fault(error)
         raise InvalidRequest(message, param=".".join(filter(None, (prefix, param))) or None) from None
 
 
@@ -283,7 +299,7 @@ def _objects(name: str, items: Iterable[Mapping[str, Any]]) -> list[dict[str, An
     return objects
 
 
-def _fault(error: ValidationError) -> tuple[str | None, str]:
+def fault(error: ValidationError) -> tuple[str | None, str]:
     """The field at fault, as a caller would write it (`spans[2][0]`, `akv.ops[1].end`), and what is wrong with it.
 
     Speaks of the first of the errors. The validators of `types` open their message with the field's name. Pydantic puts
@@ -298,7 +314,7 @@ def _fault(error: ValidationError) -> tuple[str | None, str]:
     for part in path:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part.isidentifier() and part not in ("bool", "int", "str"):
+        elif part.isidentifier() and part not in ("bool", "int", "str", "AutoDrop"):
             name += f".{part}" if name else part
     return name or None, message
 
@@ -339,7 +355,7 @@ def read(call: Call[T], body: bytes, *, status: int, request_id: str | None) -> 
     try:
         return call.parse(body)
     except ValidationError as error:
-        param, message = _fault(error)
+        param, message = fault(error)
         reason = f"{param}: {message}" if param else message
     except ValueError as error:
         reason = str(error)
@@ -353,7 +369,7 @@ def error_of_reply(status: int, headers: Mapping[str, str], body: bytes, *, now:
     except ValidationError:
         text = " ".join(body[:200].decode(errors="replace").split())
         error = types.ErrorBody(message=f"HTTP {status}: {text or 'empty reply'}")
-    return _api_error(
+    return api_error(
         error,
         status=status,
         retry_after_s=parse_retry_after(headers.get("retry-after"), now=now),
@@ -361,7 +377,7 @@ def error_of_reply(status: int, headers: Mapping[str, str], body: bytes, *, now:
     )
 
 
-def _api_error(
+def api_error(
     error: types.ErrorBody,
     *,
     status: int | None = None,
@@ -419,188 +435,3 @@ def retry_delay_s(
             return None
         return error.retry_after_s * rng.uniform(1.0, 1.25)  # those told the same moment shall not all come at it
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 30)) * rng.uniform(0.5, 1.0)
-
-
-# --- event streams ----------------------------------------------------------------------------------------------------
-
-
-class SSEParser:
-    """Cuts bytes into the data of server-sent events, however the bytes were split (WHATWG HTML, section 9.2).
-
-    Lines end with CR, LF or CRLF; comments and fields other than `data` are skipped; an event that no blank line ended
-    is dropped with the parser.
-    """
-
-    def __init__(self) -> None:
-        self._line = bytearray()  # begun, not ended
-        self._data: list[str] = []  # of the event begun
-        self._after_cr = False
-        self._is_first_line = True
-
-    def push(self, chunk: bytes) -> list[str]:
-        """Data of the events that `chunk` completes."""
-        if not chunk:
-            return []
-        if self._after_cr:
-            chunk = chunk.removeprefix(b"\n")
-        self._after_cr = chunk.endswith(b"\r")
-        *ended, rest = re.split(rb"\r\n|\r|\n", chunk)
-        events: list[str] = []
-        for tail in ended:
-            self._line += tail
-            line = self._line.decode(errors="replace")
-            self._line.clear()
-            if self._is_first_line:
-                line = line.removeprefix("\ufeff")
-                self._is_first_line = False
-            name, _, value = line.partition(":")
-            if line == "":
-                if self._data:
-                    events.append("\n".join(self._data))
-                    self._data = []
-            elif name == "data":
-                self._data.append(value.removeprefix(" "))
-        self._line += rest
-        return events
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What one chunk of a stream adds to one choice. Tool calls come in pieces and are whole only in the end."""
-
-    text: str
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    choice: int = 0
-    logprobs: dict[str, Any] | None = None
-
-
-class _FunctionDelta(types.Reply):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolCallDelta(types.Reply):
-    index: int
-    id: str | None = None
-    function: _FunctionDelta | None = None
-
-
-class _Delta(types.Reply):
-    content: str | None = None
-    tool_calls: list[_ToolCallDelta] | None = None
-
-
-class _ChunkChoice(types.Reply):
-    index: int = 0
-    text: str | None = None  # of a text completion
-    delta: _Delta | None = None  # of a chat
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    logprobs: dict[str, list[Any] | None] | None = None
-
-
-class _Chunk(types.Reply):
-    id: str | None = None
-    model: str | None = None
-    choices: list[_ChunkChoice] | None = None
-    usage: types.Usage | None = None
-    akv: types.AkvReply | None = None
-    error: types.ErrorBody | None = None
-
-
-class StreamReader:
-    """Reads the bytes of a streamed completion: events as they come, and at the end the same Completion that the
-    request would have had without streaming."""
-
-    def __init__(self) -> None:
-        self._parser = SSEParser()
-        self._head: dict[str, Any] = {}  # id, model, usage, akv
-        self._choices: dict[int, _ChoiceParts] = {}
-        self.final: types.Completion | None = None  # set once the stream has ended well
-
-    def push(self, chunk: bytes) -> list[Event]:
-        """Events that `chunk` completes. Raises the server's error where one stands in the stream, and BadReply."""
-        events: list[Event] = []
-        for data in self._parser.push(chunk):
-            if self.final is not None:
-                break
-            if data == "[DONE]":
-                self.final = self._assemble()
-            else:
-                events += self._read(data)
-        return events
-
-    def _read(self, data: str) -> list[Event]:
-        try:
-            chunk = _Chunk.model_validate_json(data)
-        except ValidationError as error:
-            param, message = _fault(error)
-            raise BadReply(f"a chunk of the stream is not one of this API: {param or 'body'}: {message}") from None
-        if chunk.error is not None:
-            raise _api_error(chunk.error)
-        head = {name: getattr(chunk, name) for name in ("id", "model", "usage", "akv")}
-        self._head |= {name: value for name, value in head.items() if value is not None}
-        for choice in chunk.choices or ():
-            self._choices.setdefault(choice.index, _ChoiceParts()).add(choice)
-        return [_event(choice) for choice in chunk.choices or ()]
-
-    def _assemble(self) -> types.Completion:
-        choices = [parts.whole(index) for index, parts in sorted(self._choices.items())]
-        try:
-            return types.Completion.model_validate({**self._head, "choices": choices})
-        except ValidationError as error:
-            param, message = _fault(error)
-            raise BadReply(f"the stream as a whole is not a completion: {param}: {message}") from None
-
-
-def _event(choice: _ChunkChoice) -> Event:
-    text = choice.text if choice.delta is None else choice.delta.content
-    return Event(text or "", choice.token_ids or [], choice.finish_reason, choice.index, choice.logprobs)
-
-
-@dataclass(slots=True)
-class _ChoiceParts:
-    is_chat: bool = False
-    text: list[str] = field(default_factory=list)
-    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
-    token_ids: list[int] | None = None
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
-    finish_reason: str | None = None
-
-    def add(self, choice: _ChunkChoice) -> None:
-        self.text.append(_event(choice).text)
-        if choice.delta is not None:
-            self.is_chat = True
-            for call in choice.delta.tool_calls or ():
-                self._add_tool_call(call)
-        if choice.token_ids is not None:
-            self.token_ids = self.token_ids or []
-            self.token_ids.extend(choice.token_ids)
-        for name, values in (choice.logprobs or {}).items():
-            if values is not None:
-                self.logprobs.setdefault(name, []).extend(values)
-        self.finish_reason = choice.finish_reason or self.finish_reason
-
-    def _add_tool_call(self, delta: _ToolCallDelta) -> None:
-        """The first piece of a call carries its id and name, later ones more of the arguments."""
-        call = self.tool_calls.setdefault(delta.index, {"type": "function", "function": {"name": "", "arguments": ""}})
-        if delta.id is not None:
-            call["id"] = delta.id
-        if delta.function is not None:
-            call["function"]["name"] += delta.function.name or ""
-            call["function"]["arguments"] += delta.function.arguments or ""
-
-    def whole(self, index: int) -> dict[str, Any]:
-        """The choice as a reply without streaming has it."""
-        text = "".join(self.text)
-        choice: dict[str, Any] = {"index": index, "finish_reason": self.finish_reason, "token_ids": self.token_ids}
-        if self.logprobs:
-            choice["logprobs"] = self.logprobs
-        if not self.is_chat:
-            return choice | {"text": text}
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if self.tool_calls:
-            message["content"] = text or None
-            message["tool_calls"] = [call for _, call in sorted(self.tool_calls.items())]
-        return choice | {"message": message}

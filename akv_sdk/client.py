@@ -1,8 +1,8 @@
 """Client and AsyncClient: thin twins that move the bytes of the calls built in `_wire.py` over httpx.
 
-Own the connection, the waiting between retries and the streams. Know nothing of what a call means, nor of an agent's
-state, which `session.py` holds. `transport` is the one seam: any httpx transport stands in for the network (a fake
-server in tests, an ASGI app, a proxy).
+Own the connection and the waiting between retries; `streams.py` reads streamed replies. Know nothing of what a call
+means, nor of an agent's state, which `session.py` holds. `transport` is the one seam: any httpx transport stands in for
+the network (a fake server in tests, an ASGI app, a proxy).
 
 All methods of both raise what `errors.py` draws. A call is sent again, with backoff, when it cannot have arrived, when
 it got no reply and may be repeated, and when the server put it off (429, 503, or `session_busy` with a Retry-After);
@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from random import Random
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
-from urllib.parse import urlsplit
 
 import httpx
 
-from akv_sdk import _wire, types
-from akv_sdk._wire import Call, Event, Message, Params
-from akv_sdk.errors import AkvError, ApiError, BadReply, ConnectionFailed, Timeout, TransportError
+from akv_sdk import _transport, _wire, types
+from akv_sdk._wire import Call, Message, Params, Turn
+from akv_sdk.errors import AkvError
 from akv_sdk.session import AsyncSession, Session
+from akv_sdk.streams import AsyncStream, Stream
 
 T = TypeVar("T")
 DEFAULT_URL = "http://127.0.0.1:8000"
-MAX_CONNECT_S = 10.0
 
 
 class Client:
@@ -57,7 +55,7 @@ class Client:
         transport: httpx.BaseTransport | None = None,
         rng: Random | None = None,
     ) -> None:
-        self._http = httpx.Client(**_http_options(base_url, api_key, timeout_s), transport=transport)
+        self._http = httpx.Client(**_transport.http_options(base_url, api_key, timeout_s), transport=transport)
         self._max_retries = max_retries
         self._rng = rng or Random()
 
@@ -85,10 +83,16 @@ class Client:
         session: str | None = None,
         ops: Iterable[types.Op] | None = None,
         on_miss: types.OnMiss = "replay",
+        auto_drop: types.AutoDrop | bool | None = None,
         **params: Unpack[Params],
     ) -> types.Completion:
-        """Continues a conversation. `ops`, if given, is the stream's whole history and replaces the server's."""
-        return self._send(_wire.chat(messages, model=model, session=session, ops=ops, on_miss=on_miss, params=params))
+        """Continues a conversation. `ops`, if given, is the stream's whole history and replaces the server's.
+        `auto_drop` says whether the server may drop by itself what the model stopped looking at, and when (`AutoDrop`);
+        left out, the server's start decides."""
+        call = _wire.chat(
+            messages, model=model, session=session, ops=ops, on_miss=on_miss, auto_drop=auto_drop, params=params
+        )
+        return self._send(call)
 
     def chat_stream(
         self,
@@ -98,13 +102,21 @@ class Client:
         session: str | None = None,
         ops: Iterable[types.Op] | None = None,
         on_miss: types.OnMiss = "replay",
+        auto_drop: types.AutoDrop | bool | None = None,
         **params: Unpack[Params],
     ) -> Stream:
         """As `chat`, event by event; the request is sent when the first event is asked for."""
-        return Stream(
-            self,
-            _wire.chat(messages, model=model, session=session, ops=ops, on_miss=on_miss, params=params, stream=True),
+        call = _wire.chat(
+            messages,
+            model=model,
+            session=session,
+            ops=ops,
+            on_miss=on_miss,
+            auto_drop=auto_drop,
+            params=params,
+            stream=True,
         )
+        return self._stream(nullcontext(Turn(call)))
 
     def completions(
         self,
@@ -133,12 +145,10 @@ class Client:
         **params: Unpack[Params],
     ) -> Stream:
         """As `completions`, event by event; the request is sent when the first event is asked for."""
-        return Stream(
-            self,
-            _wire.completions(
-                prompt, model=model, session=session, ops=ops, on_miss=on_miss, params=params, stream=True
-            ),
+        call = _wire.completions(
+            prompt, model=model, session=session, ops=ops, on_miss=on_miss, params=params, stream=True
         )
+        return self._stream(nullcontext(Turn(call)))
 
     def render(
         self,
@@ -233,17 +243,17 @@ class Client:
         try:
             body = response.read()
         except httpx.HTTPError as error:
-            raise _transport_error(error, call) from error
+            raise _transport.transport_error(error, call) from error
         finally:
             response.close()
         return _wire.read(call, body, status=response.status_code, request_id=response.headers.get("x-request-id"))
 
-    def _stream(self, call: Call[types.Completion], on_end: Callable[[types.Completion], None]) -> Stream:
-        return Stream(self, call, on_end)
+    def _stream(self, turn: AbstractContextManager[Turn]) -> Stream:
+        return Stream(self, turn)
 
     def _open(self, call: Call[T]) -> httpx.Response:
         """A good reply whose body is still to be read, after as many attempts as it takes and is allowed."""
-        num_failures, headers = 0, _headers(call)
+        num_failures, headers = 0, _transport.headers_of(call)
         while True:
             try:
                 return self._attempt(call, headers)
@@ -262,7 +272,7 @@ class Client:
 
     def _attempt(self, call: Call[T], headers: dict[str, str]) -> httpx.Response:
         try:
-            response = self._http.send(_request(self._http, call, headers), stream=True)
+            response = self._http.send(_transport.request_of(self._http, call, headers), stream=True)
             if response.is_success:
                 return response
             try:
@@ -270,8 +280,8 @@ class Client:
             finally:
                 response.close()
         except httpx.HTTPError as error:
-            raise _transport_error(error, call) from error
-        raise _refusal(response, body)
+            raise _transport.transport_error(error, call) from error
+        raise _transport.refusal(response, body)
 
 
 class AsyncClient:
@@ -287,7 +297,7 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
         rng: Random | None = None,
     ) -> None:
-        self._http = httpx.AsyncClient(**_http_options(base_url, api_key, timeout_s), transport=transport)
+        self._http = httpx.AsyncClient(**_transport.http_options(base_url, api_key, timeout_s), transport=transport)
         self._max_retries = max_retries
         self._rng = rng or Random()
 
@@ -315,11 +325,13 @@ class AsyncClient:
         session: str | None = None,
         ops: Iterable[types.Op] | None = None,
         on_miss: types.OnMiss = "replay",
+        auto_drop: types.AutoDrop | bool | None = None,
         **params: Unpack[Params],
     ) -> types.Completion:
-        return await self._send(
-            _wire.chat(messages, model=model, session=session, ops=ops, on_miss=on_miss, params=params)
+        call = _wire.chat(
+            messages, model=model, session=session, ops=ops, on_miss=on_miss, auto_drop=auto_drop, params=params
         )
+        return await self._send(call)
 
     def chat_stream(
         self,
@@ -329,12 +341,20 @@ class AsyncClient:
         session: str | None = None,
         ops: Iterable[types.Op] | None = None,
         on_miss: types.OnMiss = "replay",
+        auto_drop: types.AutoDrop | bool | None = None,
         **params: Unpack[Params],
     ) -> AsyncStream:
-        return AsyncStream(
-            self,
-            _wire.chat(messages, model=model, session=session, ops=ops, on_miss=on_miss, params=params, stream=True),
+        call = _wire.chat(
+            messages,
+            model=model,
+            session=session,
+            ops=ops,
+            on_miss=on_miss,
+            auto_drop=auto_drop,
+            params=params,
+            stream=True,
         )
+        return self._stream(nullcontext(Turn(call)))
 
     async def completions(
         self,
@@ -360,12 +380,10 @@ class AsyncClient:
         on_miss: types.OnMiss = "replay",
         **params: Unpack[Params],
     ) -> AsyncStream:
-        return AsyncStream(
-            self,
-            _wire.completions(
-                prompt, model=model, session=session, ops=ops, on_miss=on_miss, params=params, stream=True
-            ),
+        call = _wire.completions(
+            prompt, model=model, session=session, ops=ops, on_miss=on_miss, params=params, stream=True
         )
+        return self._stream(nullcontext(Turn(call)))
 
     async def render(
         self,
@@ -447,16 +465,16 @@ class AsyncClient:
         try:
             body = await response.aread()
         except httpx.HTTPError as error:
-            raise _transport_error(error, call) from error
+            raise _transport.transport_error(error, call) from error
         finally:
             await response.aclose()
         return _wire.read(call, body, status=response.status_code, request_id=response.headers.get("x-request-id"))
 
-    def _stream(self, call: Call[types.Completion], on_end: Callable[[types.Completion], None]) -> AsyncStream:
-        return AsyncStream(self, call, on_end)
+    def _stream(self, turn: AbstractContextManager[Turn]) -> AsyncStream:
+        return AsyncStream(self, turn)
 
     async def _open(self, call: Call[T]) -> httpx.Response:
-        num_failures, headers = 0, _headers(call)
+        num_failures, headers = 0, _transport.headers_of(call)
         while True:
             try:
                 return await self._attempt(call, headers)
@@ -475,7 +493,7 @@ class AsyncClient:
 
     async def _attempt(self, call: Call[T], headers: dict[str, str]) -> httpx.Response:
         try:
-            response = await self._http.send(_request(self._http, call, headers), stream=True)
+            response = await self._http.send(_transport.request_of(self._http, call, headers), stream=True)
             if response.is_success:
                 return response
             try:
@@ -483,169 +501,5 @@ class AsyncClient:
             finally:
                 await response.aclose()
         except httpx.HTTPError as error:
-            raise _transport_error(error, call) from error
-        raise _refusal(response, body)
-
-
-class Stream:
-    """A streamed completion: an iterator of events, and `final` once it has ended.
-
-    The request is sent with the first `next`. Leaving early (`close`, the end of a `with`, dropping the last reference)
-    disconnects, which ends the generation on the server.
-    """
-
-    def __init__(
-        self, client: Client, call: Call[types.Completion], on_end: Callable[[types.Completion], None] | None = None
-    ) -> None:
-        self._reader = _wire.StreamReader()
-        self._events = _events(client, call, self._reader, on_end)
-
-    def __iter__(self) -> Iterator[Event]:
-        return self._events
-
-    def __next__(self) -> Event:
-        return next(self._events)
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._events.close()
-
-    @property
-    def final(self) -> types.Completion:
-        """The whole completion. Raises RuntimeError before the stream has ended."""
-        return _ended(self._reader)
-
-
-class AsyncStream:
-    """`Stream` for `async for`. Where it is left early, `aclose` (or `async with`) disconnects at once; without that it
-    happens when the event loop collects the iterator."""
-
-    def __init__(
-        self,
-        client: AsyncClient,
-        call: Call[types.Completion],
-        on_end: Callable[[types.Completion], None] | None = None,
-    ) -> None:
-        self._reader = _wire.StreamReader()
-        self._events = _async_events(client, call, self._reader, on_end)
-
-    def __aiter__(self) -> AsyncIterator[Event]:
-        return self._events
-
-    async def __anext__(self) -> Event:
-        return await anext(self._events)
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        await self._events.aclose()
-
-    @property
-    def final(self) -> types.Completion:
-        return _ended(self._reader)
-
-
-def _events(
-    client: Client,
-    call: Call[types.Completion],
-    reader: _wire.StreamReader,
-    on_end: Callable[[types.Completion], None] | None,
-) -> Generator[Event, None, None]:
-    response = client._open(call)
-    try:
-        for chunk in response.iter_bytes():
-            yield from reader.push(chunk)
-    except httpx.HTTPError as error:
-        if reader.final is None:
-            raise _transport_error(error, call) from error
-    finally:
-        response.close()
-    if reader.final is None:
-        raise _cut_short(response)
-    if on_end is not None:
-        on_end(reader.final)
-
-
-async def _async_events(
-    client: AsyncClient,
-    call: Call[types.Completion],
-    reader: _wire.StreamReader,
-    on_end: Callable[[types.Completion], None] | None,
-) -> AsyncGenerator[Event, None]:
-    response = await client._open(call)
-    try:
-        async for chunk in response.aiter_bytes():
-            for event in reader.push(chunk):
-                yield event
-    except httpx.HTTPError as error:
-        if reader.final is None:
-            raise _transport_error(error, call) from error
-    finally:
-        await response.aclose()
-    if reader.final is None:
-        raise _cut_short(response)
-    if on_end is not None:
-        on_end(reader.final)
-
-
-def _ended(reader: _wire.StreamReader) -> types.Completion:
-    if reader.final is None:
-        raise RuntimeError("final: the stream has not ended")
-    return reader.final
-
-
-def _http_options(base_url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    url = urlsplit(base_url)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ValueError(f"base_url: {base_url!r} is not an http or https address")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s: {timeout_s} is not greater than 0")
-    return {
-        "base_url": base_url.rstrip("/").removesuffix("/v1"),
-        "headers": {"Authorization": f"Bearer {api_key}"} if api_key is not None else {},
-        "timeout": httpx.Timeout(timeout_s, connect=min(timeout_s, MAX_CONNECT_S)),
-        # A proxy of the environment cannot reach this machine's own loopback for us.
-        "trust_env": url.hostname not in ("localhost", "127.0.0.1", "::1"),
-    }
-
-
-def _headers(call: Call[T]) -> dict[str, str]:
-    """The headers of every attempt to send a call."""
-    headers = {} if call.body is None else {"Content-Type": "application/json"}
-    return headers | {"Idempotency-Key": uuid.uuid4().hex} if call.keyed else headers
-
-
-def _request(http: httpx.Client | httpx.AsyncClient, call: Call[T], headers: dict[str, str]) -> httpx.Request:
-    return http.build_request(call.method, call.path, content=call.body, headers=headers)
-
-
-def _refusal(response: httpx.Response, body: bytes) -> ApiError:
-    return _wire.error_of_reply(response.status_code, response.headers, body, now=datetime.now(UTC))
-
-
-def _cut_short(response: httpx.Response) -> ConnectionFailed:
-    request_id = response.headers.get("x-request-id")
-    return ConnectionFailed("the stream ended before the server said that it was done", request_id=request_id)
-
-
-def _transport_error(error: httpx.HTTPError, call: Call[T]) -> TransportError:
-    where = f"{call.method} {call.path}"
-    reason = str(error) or type(error).__name__
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return ConnectionFailed(f"{where}: cannot connect: {reason}", sent=False)
-    if isinstance(error, httpx.TimeoutException):
-        return Timeout(f"{where}: no answer in time: {reason}")
-    if isinstance(error, httpx.DecodingError | httpx.TooManyRedirects):
-        return BadReply(f"{where}: {reason}")
-    return ConnectionFailed(f"{where}: {reason}")
+            raise _transport.transport_error(error, call) from error
+        raise _transport.refusal(response, body)

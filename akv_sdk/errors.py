@@ -17,7 +17,7 @@ AkvError
     │   └── ModelNotFound        model_not_found
     ├── PositionConflict         position_conflict
     ├── StreamDiverged           stream_diverged
-    ├── SessionBusy              session_busy
+    ├── SessionBusy              session_busy           also raised here, while a session's own answer is written
     ├── OutOfPages               out_of_pages           retried by the client, honouring Retry-After
     └── InternalError            internal_error
 """

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from akv_sdk import _wire, errors, types
+from akv_sdk import _events, _wire, errors, types
 from akv_server.errors import STATUS_OF_CODE
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -158,8 +158,9 @@ def test_retry_after_is_a_number_or_a_date(header, seconds):
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def chat(messages=({"role": "user", "content": "hi"},), *, session=None, ops=None, stream=False, **params):
-    return _wire.chat(messages, model=None, session=session, ops=ops, on_miss="replay", params=params, stream=stream)
+def chat(messages=({"role": "user", "content": "hi"},), *, session=None, ops=None, auto=None, stream=False, **params):
+    said = {"session": session, "ops": ops, "on_miss": "replay", "auto_drop": auto, "params": params}
+    return _wire.chat(messages, model=None, stream=stream, **said)
 
 
 def test_a_plain_completion_carries_nothing_of_ours():
@@ -178,6 +179,13 @@ def test_a_session_and_its_history_travel_in_the_akv_object():
     assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
     assert "ops" not in json.loads(chat(session="s").body)["akv"]  # not known is not the same as none
     assert json.loads(chat(session="s", ops=[]).body)["akv"]["ops"] == []
+
+
+@pytest.mark.parametrize("auto", [True, False, types.AutoDrop(epsilon=0.2, turns=2, dry_run=True)])
+def test_what_is_said_of_server_driven_drops_travels_in_the_akv_object(auto):
+    sent = json.loads(chat(session="s", auto=auto).body)["akv"]
+    assert types.AkvRequest.model_validate(sent) == types.AkvRequest(session="s", auto_drop=auto)
+    assert "auto_drop" not in json.loads(chat(session="s").body)["akv"]  # left out, the server's start decides
 
 
 def test_a_misspelt_parameter_is_an_error():
@@ -199,6 +207,9 @@ def test_a_misspelt_parameter_is_an_error():
         (lambda: _wire.repos("s", start=0, end=None, delta=1.5), "delta"),
         (lambda: _wire.repos("", start=0, end=None, delta=1), "session"),
         (lambda: chat(session=""), "akv.session"),
+        (lambda: chat(auto={"epsilon": 0}), "akv.auto_drop.epsilon"),
+        (lambda: chat(auto={"eps": 1}), "akv.auto_drop.eps"),
+        (lambda: chat(auto=1), "akv.auto_drop"),
         (lambda: chat([{"role": "user", "content": "a\ud800"}]), "messages[0].content"),
         (lambda: chat(["hello"]), "messages[0]"),
         (lambda: chat([{"role": "user", "content": [{"type": "text", "text": b""}]}]), "messages[0].content[0].text"),
@@ -277,7 +288,7 @@ def test_events_come_out_whole_however_the_bytes_were_cut(data, events, places, 
         # A lone CR before an LF would read as one line end, so the blank line repeats the ending it follows.
         text += "\r\n" if text.endswith("\r\n") else text[-1]
     text += "data: never ended"
-    parser = _wire.SSEParser()
+    parser = _events.SSEParser()
     got = [event for chunk in cut(text.encode(), places) for event in parser.push(chunk)]
     assert got == ["\n".join(event) for event in events]
 
@@ -287,8 +298,8 @@ def sse(*payloads) -> bytes:
     return "".join(f"data: {body}\n\n" for body in bodies).encode()
 
 
-def read_all(data: bytes, places: list[int] = ()) -> tuple[list[_wire.Event], types.Completion | None]:
-    reader = _wire.StreamReader()
+def read_all(data: bytes, places: list[int] = ()) -> tuple[list[_events.Event], types.Completion | None]:
+    reader = _events.StreamReader()
     events = [event for chunk in cut(data, list(places)) for event in reader.push(chunk)]
     return events, reader.final
 
@@ -358,7 +369,7 @@ def test_tool_calls_are_put_together():
 
 def test_an_error_inside_a_stream_is_raised_as_what_it_is():
     chunk = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
-    reader = _wire.StreamReader()
+    reader = _events.StreamReader()
     assert [event.text for event in reader.push(sse(chunk))] == ["a"]
     with pytest.raises(errors.OutOfPages, match="pool"):
         reader.push(sse({"error": {"message": "the pool is full", "code": "out_of_pages"}}))
