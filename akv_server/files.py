@@ -1,5 +1,6 @@
 """Which files a model name stands for, and how they get here. Owns the cache directory and the download of the default
-model. Knows neither torch nor what is inside the files: `weights.py` and `tokenizer.py` read them."""
+model. Knows neither torch nor what is inside the files: `weights.py` and `tokenizer_files.py`
+read them."""
 
 from __future__ import annotations
 

@@ -58,11 +58,11 @@ def load(model: str, *, weights: Weights = "float32", device: torch.device | str
 
     Raises AkvError("model_not_found" | "repos_unsupported" | "invalid_request") with the reason.
     """
-    from akv_server import tokenizer
+    from akv_server import tokenizer_files
 
     found = files.resolve(model)
     loaded = load_model(found, weights_as=weights, device=device)
-    reply = LoadedModel(loaded.config, loaded, tokenizer.load(found))
+    reply = LoadedModel(loaded.config, loaded, tokenizer_files.load(found))
     _return_freed_memory()
     return reply
 

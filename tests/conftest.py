@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import akv_sdk
-from akv_server import files, tokenizer
+from akv_server import files, tokenizer_files
 from akv_server.chat import Chat
 from akv_server.tokenizer import Tokenizer
 from tests.chats import SPECIAL, TEMPLATES
@@ -33,7 +33,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def default_tokenizer() -> Tokenizer:
     """The default model's tokenizer, from its GGUF file."""
-    return tokenizer.load(files.resolve("default"))
+    return tokenizer_files.load(files.resolve("default"))
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def model_folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def chats(model_folders) -> dict[str, Chat]:
-    return {name: Chat(tokenizer.from_directory(folder)) for name, folder in model_folders.items()}
+    return {name: Chat(tokenizer_files.from_directory(folder)) for name, folder in model_folders.items()}
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from akv_server.loader import LoadedModel
 from akv_server.prompts import ChatPrompt
 from akv_server.requests import ChatBody
 from akv_server.streams import Stream
-from akv_server.tokenizer import from_directory
+from akv_server.tokenizer_files import from_directory
 from akv_server.tools import Parser, tool_use
 from tests.chats import SPECIAL, TEMPLATES
 from tests.server import Server, load_tiny, serving_model

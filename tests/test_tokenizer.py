@@ -12,9 +12,9 @@ import pytest
 from gguf import GGUFWriter, TokenType
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from akv_server import tokenizer as tokenizer_module
+from akv_server import tiktoken_export
 from akv_server.errors import AkvError
-from akv_server.tokenizer import from_directory, from_gguf
+from akv_server.tokenizer_files import from_directory, from_gguf
 from tests.tokenizers_for_tests import TEXT, save, small_tokenizer
 
 KINDS = ["gpt-2", "smollm", "llama-bpe", "qwen2"]
@@ -266,5 +266,5 @@ def test_what_tiktoken_cannot_say_is_not_published(tmp_path):
 def test_a_wrong_expression_is_found_out(tmp_path, monkeypatch):
     """The check at the end: were the expression for digits wrong, nothing would be published."""
     ours = from_directory(save(small_tokenizer("smollm", SPECIAL), tmp_path / "m", eos_token="<|end|>"))
-    monkeypatch.setattr(tokenizer_module, "DIGITS_GPT2_PATTERN", tokenizer_module.GPT2_PATTERN)
+    monkeypatch.setattr(tiktoken_export, "DIGITS_GPT2_PATTERN", tiktoken_export.GPT2_PATTERN)
     assert ours.published().tiktoken is None

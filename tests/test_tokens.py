@@ -11,7 +11,7 @@ import pytest
 
 from akv_sdk.tokens import Tokens, build_encoding
 from akv_sdk.types import TokenizerReply
-from akv_server.tokenizer import from_directory
+from akv_server.tokenizer_files import from_directory
 from tests.tokenizers_for_tests import TEXT, save, small_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|end|>"]

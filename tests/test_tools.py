@@ -25,7 +25,8 @@ from akv_server.chat import Chat
 from akv_server.errors import AkvError
 from akv_server.generation import TextOut
 from akv_server.grammar import Grammars, Shape
-from akv_server.tokenizer import Tokenizer, from_directory
+from akv_server.tokenizer import Tokenizer
+from akv_server.tokenizer_files import from_directory
 from akv_server.tools import CallFormat, Function, Parser, Style, ToolUse, tool_use
 from tests.chats import QWEN_LIKE
 from tests.models import tiny_model

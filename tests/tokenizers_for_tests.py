@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from akv_server.tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN
+from akv_server.tokenizer_spec import LLAMA3_PATTERN, QWEN2_PATTERN
 
 TEXT = (
     "The agent reads a file, runs 12 tests in 3.5 s, and doesn't stop.\n\n    def test():\n        assert 1 + 1 == 2\n"

@@ -259,9 +259,9 @@ def against_transformers(engines: dict[str, Engine], rounds: int) -> dict[str, f
 
 def quantisation_cost(engines: dict[str, Engine]) -> dict[str, float]:
     """Mean KL(float32 || int8) per token, in nats, over this repository's own prose and code."""
-    from akv_server import tokenizer
+    from akv_server import tokenizer_files
 
-    encode = tokenizer.load(files.resolve("default")).encode
+    encode = tokenizer_files.load(files.resolve("default")).encode
     root = Path(__file__).resolve().parents[2]
     texts = [p.read_text() for p in (root / "README.md", root / "akv_server/ops.py", root / "akv_sdk/types.py")]
     total, count = 0.0, 0
