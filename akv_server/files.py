@@ -1,6 +1,5 @@
 """Which files a model name stands for, and how they get here. Owns the cache directory and the download of the default
-model. Knows neither torch nor what is inside the files: `weights.py` and `tokenizer_files.py`
-read them."""
+model. Knows neither torch nor what is inside the files: `weights.py` and `tokenizer_files.py` read them."""
 
 from __future__ import annotations
 
