@@ -1,11 +1,12 @@
 """What a message is known by when it comes back: two spellings of one message have one identity.
 
-Owns the normal form of a message's role, content and tool calls, and refusing what has none. Knows neither templates
-nor tokens.
+Owns the normal form of a message's role, content and tool calls, how frameworks write calls as text, and refusing what
+has no normal form. Knows neither templates nor tokens.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Hashable
 from typing import Any
@@ -19,17 +20,20 @@ from akv_server.nesting import is_deep
 Message = dict[str, Any]
 
 
-def normalise_for_matching(message: Message) -> Hashable:
+def normalise_for_matching(message: Message, ending: str = "") -> Hashable:
     """The identity of a message: two that compare equal are the same message, sent twice.
 
     Role, text (parts joined, line ends and outer whitespace aside), and function and arguments of each call, by value
-    and not by spelling. Ids of calls are left out, frameworks make them anew; so is a tool result's `name`.
+    and not by spelling. Ids of calls are left out, frameworks make them anew; so is a tool result's `name`. `ending`
+    does not count where the text ends with it.
     """
     role = role_of(message.get("role"))
     calls = [call["function"] for call in calls_of(message, "tool_calls")]
     text = text_of(message.get("content"), "content").replace("\r\n", "\n").strip()
+    if role == "assistant" and not calls:
+        text, calls = _without_transcript(text)
     called = tuple((call["name"], _canonical(call["arguments"])) for call in calls)
-    return role, text, called, None if role == "tool" else message.get("name")
+    return role, text.removesuffix(ending).strip(), called, None if role == "tool" else message.get("name")
 
 
 def ids_of_inputs(message: Message) -> list[str | None]:
@@ -99,17 +103,41 @@ def _call(call: Any, at: str) -> Message:
 
 def _arguments(arguments: Any) -> Any:
     """Arguments as a value; a string that is no JSON object stays what it is."""
-    if not isinstance(arguments, str):
-        return arguments
+    value = _json_in(arguments) if isinstance(arguments, str) else arguments
+    return arguments if isinstance(value, list) else value
+
+
+def _json_in(text: str) -> Any:
+    """The object or list that a text is the JSON of, or the text itself."""
     try:
-        parsed = json.loads(arguments)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) and not is_deep(parsed) else arguments
+        return text
+    return value if isinstance(value, dict | list) and not is_deep(value) else text
+
+
+def _without_transcript(text: str) -> tuple[str, list[Message]]:
+    """What an answer says and the functions it calls, where smolagents wrote its calls into the text: as Python writes
+    a list of them, behind a heading. The call that it makes up for the code in an answer is none of the model's."""
+    said, heading, written = text.rpartition("Calling tools:\n")
+    if not heading:
+        return text, []
+    try:
+        calls = calls_of(json.loads(json.dumps({"tool_calls": ast.literal_eval(written)})), "")
+    except (AkvError, ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text, []
+    if not calls:
+        return text, []
+    functions = [call["function"] for call in calls]
+    is_code = [f["name"] == "python_interpreter" and isinstance(f["arguments"], str) for f in functions]
+    return said.rstrip(), [f for f, skip in zip(functions, is_code, strict=True) if not skip]
 
 
 def _canonical(value: Any) -> str:
     def plain(item: Any) -> Any:
+        if isinstance(item, str):
+            value = _json_in(item) if item[:1] in ("{", "[") else item
+            return item if value is item else plain(value)  # smolagents sends back the value
         if isinstance(item, dict):
             return {key: plain(inner) for key, inner in item.items()}
         if isinstance(item, list):

@@ -93,9 +93,9 @@ class ChatPrompt:
         """What becomes of a session's stream: the messages that it shares with the request, and the rest anew."""
         num_kept = 0
         if self._head == stream.head:
-            same = [a == b.identity for a, b in zip(self._identities, stream.messages, strict=False)]
-            num_kept = same.index(False) if False in same else len(same)
-        messages = [_with_ids(*both) for both in zip(stream.messages[:num_kept], self._messages, strict=False)]
+            num_both = min(len(self._identities), len(stream.messages))
+            num_kept = next((i for i in range(num_both) if not self._is_in(stream, i)), num_both)
+        messages = [self._known(stream.messages[i], i) for i in range(num_kept)]
         tokens = stream.tokens[: messages[-1].end] if messages else []
         if messages and messages[-1].is_open:
             tokens += self._chat.assistant_tail(tokens[messages[-1].content_start :])
@@ -113,6 +113,22 @@ class ChatPrompt:
         tokens += self._rendered.generation
         found = streams.continued(stream, tokens, tuple(messages), self._head, num_kept if differs else None)
         return replace(found, warnings=tuple(warnings))
+
+    def _is_in(self, stream: Stream, i: int) -> bool:
+        """Whether message `i` is the stream's own. Of an answer that ended at a stop string the reply did not have that
+        string; what puts it back in its place says what the model wrote."""
+        message = stream.messages[i]
+        if self._identities[i] == message.identity:
+            return True
+        if message.role != "assistant":
+            return False
+        cut = [s for s in self._stops if normalise_for_matching(self._messages[i], ending=s) == message.identity]
+        written = self._chat.tokenizer.decode(stream.tokens[message.content_start : message.content_end]) if cut else ""
+        return any(stop in written for stop in cut)
+
+    def _known(self, message: Message, i: int) -> Message:
+        """A message that the stream has, by the spelling and the ids with which it came last."""
+        return replace(_with_ids(message, self._messages[i]), identity=self._identities[i])
 
     @cached_property
     def _functions(self) -> tuple[Function, ...]:

@@ -19,7 +19,7 @@ import re
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from akv_server.errors import AkvError
@@ -134,7 +134,7 @@ class Call:
     text; empty where they are not written as a JSON object. A call that was cut off has arguments that are."""
 
     name: str
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    id: str
     arguments: str = ""
     begin: int = 0
     end: int = 0
@@ -174,6 +174,7 @@ class Parser:
         self.calls: list[Call] = []
         self.is_done = False
         """The only call that may be made is complete."""
+        self._answer_id = uuid.uuid4().hex[:22]
         self._style = written.style
         self._names = frozenset(function.name for function in functions)
         self._many = many
@@ -276,7 +277,7 @@ class Parser:
         return True
 
     def _open(self, name: str) -> Call:
-        call = Call(name)
+        call = Call(name, f"call_{self._answer_id}{len(self.calls):02x}")  # smolagents sorts calls by their ids
         self.calls.append(call)
         self._deltas.append(CallDelta(len(self.calls) - 1, opens=call))
         return call

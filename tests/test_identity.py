@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from akv_server.identity import normalise_for_matching
 from tests.chats import CALLING, RESULT
+
+PYTHON = {"name": "python_interpreter", "arguments": "print(1 + 1)"}
 
 
 def test_messages_that_are_the_same_sent_twice():
@@ -19,6 +23,74 @@ def test_messages_that_are_the_same_sent_twice():
     for a, b in same:
         assert normalise_for_matching(a) == normalise_for_matching(b)
         assert hash(normalise_for_matching(a)) == hash(normalise_for_matching(b))
+
+
+def calling_ls(*arguments: Any) -> dict[str, Any]:
+    """An answer that calls `ls`, once with each of these arguments."""
+    calls = [
+        {"id": f"call_{i}", "type": "function", "function": {"name": "ls", "arguments": given}}
+        for i, given in enumerate(arguments)
+    ]
+    return {"role": "assistant", "content": "  Let me look.\n", "tool_calls": calls}
+
+
+def as_smolagents_sends_it(message: dict[str, Any]) -> dict[str, Any]:
+    """The calls as Python writes them, in the text behind the answer's own."""
+    text = "\n".join(filter(None, [message["content"].strip(), f"Calling tools:\n{message['tool_calls']}"]))
+    return {"role": "assistant", "content": [{"type": "text", "text": text}]}
+
+
+@pytest.mark.parametrize(
+    ("generated", "resent"),
+    [
+        (['{"p":"it\'s \\"é\\"\\n","n":2.0}'], [{"p": 'it\'s "é"\n', "n": 2.0}]),
+        (['{"p": "a"}', "{}", '{"x": null, "y": true}'], [{"p": "a"}, {}, {"x": None, "y": True}]),
+        (['{"p": "[1, {\\"a\\": 2}]"}'], [{"p": [1, {"a": 2}]}]),  # it takes JSON in a string for its value
+        (["not json"], ["not json"]),
+    ],
+)
+def test_calls_that_come_back_as_python_writes_them(generated: list[str], resent: list[Any]):
+    same = normalise_for_matching(calling_ls(*generated))
+    assert normalise_for_matching(as_smolagents_sends_it(calling_ls(*resent))) == same
+    silent = {**calling_ls(*generated), "content": None}
+    back = as_smolagents_sends_it({**calling_ls(*resent), "content": ""})
+    assert normalise_for_matching(back) == normalise_for_matching(silent) != same
+
+
+def test_the_code_of_an_answer_comes_back_as_a_call_too():
+    said = {"role": "assistant", "content": "Thought: add.\n<code>\nprint(1 + 1)\n</code>"}
+    back = as_smolagents_sends_it({**said, "tool_calls": [{"function": PYTHON}]})
+    assert normalise_for_matching(back) == normalise_for_matching(said)
+
+
+NO_CALLS = (
+    "",
+    "[]",
+    "{}",
+    "[1]",
+    "[",
+    "[" * 300,
+    "(" * 9999,
+    "[{'id': f()}]",
+    "[{'function': {}}]",
+    "[{'function': {'name': 'f', 'arguments': {1, 2}}}]",
+    "[{'function': {'name': 'f', 'arguments': {(1, 2): b'x'}}}]",
+)
+
+
+@pytest.mark.parametrize("written", NO_CALLS)
+def test_text_that_only_looks_like_calls_is_text(written: str):
+    message = {"role": "assistant", "content": f"Calling tools:\n{written}"}
+    assert normalise_for_matching(message)[1] == message["content"].strip()
+    calls = as_smolagents_sends_it(calling_ls({"p": 1}))
+    assert normalise_for_matching({**calls, "role": "user"})[2] == ()
+
+
+def test_an_ending_that_does_not_count():
+    message = as_smolagents_sends_it({"content": "Done.\n</code>", "tool_calls": [{"function": PYTHON}]})
+    without = {"role": "assistant", "content": "Done."}
+    assert normalise_for_matching(message, ending="</code>") == normalise_for_matching(without)
+    assert normalise_for_matching(message, ending="Done.") == normalise_for_matching(message)
 
 
 def test_messages_that_differ():
@@ -40,6 +112,9 @@ def test_messages_that_differ():
         calling("ls", '{"p": 2}'),
         calling("cat", '{"p": 1}'),
         calling("ls", "not json"),
+        as_smolagents_sends_it(calling_ls({"p": 1})),
+        as_smolagents_sends_it(calling_ls({"p": "1"})),
+        as_smolagents_sends_it(calling_ls({"p": 1}, {"p": 1})),
     ]
     assert len({normalise_for_matching(message) for message in different}) == len(different)
     assert normalise_for_matching(calling("ls", '{"a":1,"b":[2.0]}')) == normalise_for_matching(

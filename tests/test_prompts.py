@@ -103,6 +103,27 @@ def test_the_end_of_a_turn_stands_between_an_answer_and_the_next_message(chat: C
         assert continued.stream.tokens == Whole(chat, messages).tokens
 
 
+def test_a_stop_string_that_is_put_back(chat: Chat) -> None:
+    """The reply ends before it, what the model wrote behind it. Where the model did not write it, it is a
+    difference."""
+    question = {"role": "user", "content": "Add."}
+    made_up = [{"id": "call_2", "function": {"name": "python_interpreter", "arguments": "1 + 1"}}]
+    reply = "<code>1 + 1\n"
+
+    def asked(*messages: dict[str, Any], stop: str = "</code>") -> ChatPrompt:
+        return ChatPrompt(ChatBody(messages=[question, *messages], stop=["Observation:", stop]), chat)
+
+    for written, is_same in ((f"{reply}</code>", True), (f"{reply}</code>\n", True), (reply, False)):
+        stream = asked().answered(asked().continued(Stream()).stream, chat.tokenizer.encode(written), reply)
+        for text in (f"{reply}</code>", f"{reply}</code>\nCalling tools:\n{made_up}"):
+            resent = {"role": "assistant", "content": text}
+            continued = asked(resent, question).continued(stream)
+            assert follows(continued, stream) == is_same
+            assert asked(resent, question).continued(continued.stream).first_different is None
+            if is_same:
+                assert asked(resent, question, stop="else").continued(stream).first_different == 1
+
+
 def test_what_differs_is_named(chat: Chat) -> None:
     messages = [{"role": "user", "content": f"message {i}"} for i in range(4)]
     stream = prompt(chat, messages).continued(Stream()).stream
