@@ -1,4 +1,4 @@
-"""The CPU backend: cpu.c and cpu_int8.c, compiled for this machine on first use and called with tensors' addresses.
+"""The CPU backend: the C sources beside this file, compiled on first use and called with tensors' addresses.
 
 Owns shape checks, the compiled library and its cache, and the packing of int8 weights. `reference` has the contracts.
 Rows are bitwise independent of each other, of how a prompt is cut into calls, and of the number of threads, which
@@ -74,7 +74,8 @@ def library(march: str = "native") -> ctypes.CDLL:
 
     Raises RuntimeError where there is no C compiler, or it fails.
     """
-    sources = [Path(__file__).with_name(name) for name in ("cpu.c", "cpu_int8.c", "cpu.h")]
+    files = ("cpu_attention.c", "cpu_int8.c", "cpu_neighbours.c", "cpu.h")
+    sources = [Path(__file__).with_name(name) for name in files]
     flags = ["-std=gnu11", "-O3", f"-march={march}", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared"]
     identity = [*(source.read_bytes() for source in sources), " ".join(flags).encode(), _cpu_name().encode()]
     key = hashlib.sha256(b"\0".join(identity)).hexdigest()[:20]
@@ -87,7 +88,7 @@ def library(march: str = "native") -> ctypes.CDLL:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             built = Path(temporary) / "kernels.so"
-            command = [compiler, *flags, *map(str, sources[:2]), "-o", str(built), "-lm"]
+            command = [compiler, *flags, *map(str, sources[:3]), "-o", str(built), "-lm"]
             done = subprocess.run(command, capture_output=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{compiler} could not compile AKV's CPU kernels:\n{done.stderr.decode()}")

@@ -6,14 +6,11 @@
  * groups in ascending order on every path. Weights are packed for tiles of LANES outputs:
  *   weights [N / LANES][groups][GROUP / 4][LANES][4] int8,  scales [N / LANES][groups][LANES] bfloat16. */
 #include "cpu.h"
-#if defined(__AMX_INT8__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #define GROUP 64
 #define LANES 16
 #define QUADS (GROUP / 4)
+#define TASK_BLOCKS 8 /* blocks of LANES outputs that all rows of a thread are multiplied with in turn */
 
 typedef struct {
     const int8_t *x;        /* [rows][groups * GROUP] */
@@ -138,35 +135,19 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
     }
 }
 
-#if defined(__AMX_INT8__) && defined(__linux__)
+#if defined(HAS_AMX)
 #define AMX_ROWS 16
 #define AMX_MIN_ROWS 4 /* as dear as 16 */
 
-/* The matrix unit multiplies 16 rows by one tile of weights in one instruction; the kernel must allow it first. */
-static int has_amx(void) {
-    static int known = 0; /* 1: yes, -1: no; asking twice does no harm */
-    if (!known) known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : -1;
-    return known > 0;
-}
-
-static void amx_begin(void) {
-    static const struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } __attribute__((aligned(64))) eight_full_tiles = {
-        1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&eight_full_tiles);
-}
-
 /* int8_tile for 16 rows and one block of outputs: the same integers, then the same operations on floats. */
-static void amx_tile(const Quantised *a, int row, int block, float *out, size_t out_stride) {
+INLINE void amx_tile(const Quantised *a, int row, int block, float *out, size_t out_stride, int fetch_next) {
     int groups = a->groups;
     const int8_t *weights = a->weights + (size_t)block * groups * QUADS * LANES * 4;
     const uint16_t *scales = a->scales + (size_t)block * groups * LANES;
     const int8_t *x = a->x + (size_t)row * groups * GROUP;
     const float *x_scale = a->x_scale + (size_t)row * groups;
-    size_t stride = (size_t)groups * GROUP;
+    size_t stride = (size_t)groups * GROUP, tile_bytes = QUADS * LANES * 4;
+    const int8_t *next = weights + TASK_BLOCKS * groups * tile_bytes;
     int32_t dots[2][AMX_ROWS * LANES] __attribute__((aligned(64)));
     __m512 sum[AMX_ROWS];
 #pragma GCC unroll 16
@@ -178,11 +159,14 @@ static void amx_tile(const Quantised *a, int row, int block, float *out, size_t 
 #define MULTIPLY(i, g)                                                             \
     _tile_zero(i);                                                                 \
     _tile_loadd(4, x + (g) * GROUP, stride);                                       \
-    _tile_loadd(5, weights + (size_t)(g) * QUADS * LANES * 4, LANES * 4);          \
+    _tile_loadd(5, weights + (g) * tile_bytes, LANES * 4);                         \
     _tile_dpbssd(i, 4, 5);
 #define ADD(i, g)                                                                  \
     _tile_stored(i, dots[i], LANES * 4);                                           \
     scale = load_scales(scales + (g) * LANES);                                     \
+    if (fetch_next) /* what will be multiplied once these blocks are done */       \
+        for (size_t byte = 0; byte < tile_bytes; byte += 64)                       \
+            _mm_prefetch(next + (g) * tile_bytes + byte, _MM_HINT_T1);             \
     _Pragma("GCC unroll 16") for (int r = 0; r < AMX_ROWS; r++) sum[r] =           \
         add_group(sum[r], _mm512_load_si512(dots[i] + r * LANES), x_scale[r * groups + (g)], scale);
     __m512 scale;
@@ -330,8 +314,6 @@ static void put_tile(float *out, int num_outputs, int row, int rows, int block, 
         memcpy(out + (size_t)(row + r) * num_outputs + first, tile + r * stride, width * sizeof(float));
 }
 
-#define TASK_BLOCKS 8 /* blocks of LANES outputs that all rows of a thread are multiplied with in turn */
-
 typedef struct {
     Quantised a;
     const float *x;
@@ -353,17 +335,17 @@ static void multiply(const Linear *l, int row, int row_end, int block, int block
 #if defined(AMX_ROWS)
     if (row_end - row >= AMX_MIN_ROWS && has_amx()) {
         amx_begin();
-        int whole_blocks = l->num_outputs / LANES;
-        for (; row_end - row >= AMX_MIN_ROWS; row += AMX_ROWS)
+        int whole_blocks = l->num_outputs / LANES, fetch_next = 1;
+        for (; row_end - row >= AMX_MIN_ROWS; row += AMX_ROWS, fetch_next = 0)
             for (int b = block; b < block_end; b++) {
                 int rows = row_end - row < AMX_ROWS ? row_end - row : AMX_ROWS;
-                if (rows == AMX_ROWS && b < whole_blocks)
-                    amx_tile(&l->a, row, b, l->out + (size_t)row * l->num_outputs + b * LANES, l->num_outputs);
-                else {
-                    float tile[AMX_ROWS * LANES];
-                    amx_tile(&l->a, row, b, tile, LANES);
-                    put_tile(l->out, l->num_outputs, row, rows, b, 1, tile, LANES);
-                }
+                float tile[AMX_ROWS * LANES], *out = l->out + (size_t)row * l->num_outputs + b * LANES;
+                int in_place = rows == AMX_ROWS && b < whole_blocks;
+                if (fetch_next)
+                    amx_tile(&l->a, row, b, in_place ? out : tile, in_place ? l->num_outputs : LANES, 1);
+                else
+                    amx_tile(&l->a, row, b, in_place ? out : tile, in_place ? l->num_outputs : LANES, 0);
+                if (!in_place) put_tile(l->out, l->num_outputs, row, rows, b, 1, tile, LANES);
             }
         _tile_release();
     }
