@@ -11,7 +11,7 @@
 #define BLOCK 64 /* keys of one step of the online softmax */
 #define CHUNK 8  /* blocks that one thread takes at a time */
 #define MAX_HEADS 32 /* KV heads of one task */
-#define TASK_HEADS 96 /* query rows times grouped heads of a task, about */
+#define TASK_HEADS 192 /* query rows times grouped heads of a task, about */
 
 typedef struct {
     const int32_t *row_index, *seq_rows, *seq_segments, *seq_pages, *page_table;
@@ -237,9 +237,31 @@ INLINE void value_tile(int rows, int wide, const float *p, const float *const *v
         for (int w = 0; w < wide; w++) store(acc + r * d + dim + w * VL, sum[r][w]);
 }
 
-static void score_lanes(int m, int wide, const float *q, int d, const float *keys, float *score) {
+/* The keys and values that will be used next, and who asks for them: a few at each tile of the work before, since
+ * asking for all at once would wait for the memory as reading them does. */
+typedef struct {
+    const Call *call;
+    const KeyBlock *block;
+    int head, heads, asked, per_tile;
+} Ahead;
+
+static void fetch_tile(Ahead *a) {
+    const Call *c = a->call;
+    size_t width = element_size(c->kind) * c->head_dim;
+    int end = a->asked + a->per_tile < a->block->num_keys ? a->asked + a->per_tile : a->block->num_keys;
+    for (; a->asked < end; a->asked++) {
+        size_t at = (a->block->token[a->asked] * c->num_kv_heads + a->head) * width;
+        for (size_t i = 0; i < a->heads * width; i += 64) {
+            __builtin_prefetch(c->k_pages + at + i, 0, 2);
+            __builtin_prefetch(c->v_pages + at + i, 0, 2);
+        }
+    }
+}
+
+static void score_lanes(int m, int wide, const float *q, int d, const float *keys, float *score, Ahead *ahead) {
     for (int r = 0; r < m; r += ROWS) {
         int rows = m - r < ROWS ? m - r : ROWS;
+        fetch_tile(ahead);
 #define TILE(n) score_tile(n, WIDE, q + r * d, d, keys, score + r * BLOCK)
 #define NARROW(n) score_tile(n, 1, q + r * d, d, keys, score + r * BLOCK)
         if (wide) FOR_ROWS(rows, TILE) else FOR_ROWS(rows, NARROW)
@@ -249,9 +271,10 @@ static void score_lanes(int m, int wide, const float *q, int d, const float *key
 }
 
 static void add_values(int m, const float *p, const float *const *values, const int *seen, const float *keep,
-                       float *acc, int d) {
+                       float *acc, int d, Ahead *ahead) {
     for (int r = 0; r < m; r += ROWS) {
         int rows = m - r < ROWS ? m - r : ROWS;
+        fetch_tile(ahead);
         int num_keys = seen[r + rows - 1]; /* later rows see no fewer */
         int dim = 0;
 #define TILE(n) value_tile(n, WIDE, p + r * BLOCK, values, num_keys, keep + r, acc + r * d, d, dim)
@@ -272,7 +295,7 @@ static void add_values(int m, const float *p, const float *const *values, const 
 /* t->score[m][lane] for one block and head: the query is turned once per segment into `turned` [m][d], `turned_for`
  * says for which segment it is now. */
 static void score_block(const Call *c, const RowBlock *rb, int head, const KeyBlock *block, Task *t, float *turned,
-                        int *turned_for) {
+                        int *turned_for, Ahead *ahead) {
     const Plan *plan = c->plan;
     int d = c->head_dim, m = rb->num_rows * c->group;
     size_t width = element_size(c->kind) * d;
@@ -300,11 +323,11 @@ static void score_block(const Call *c, const RowBlock *rb, int head, const KeyBl
         }
         if (block->num_pieces == 1) {
             for (int lane = 0; lane < to; lane += WIDE * VL)
-                score_lanes(m, 1, turned, d, t->keys + lane, t->score + lane);
+                score_lanes(m, 1, turned, d, t->keys + lane, t->score + lane, ahead);
             return;
         }
         for (int lane = from / VL * VL; lane < to; lane += VL) {
-            score_lanes(m, 0, turned, d, t->keys + lane, t->piece_score + lane);
+            score_lanes(m, 0, turned, d, t->keys + lane, t->piece_score + lane, ahead);
             int a = lane < from ? from : lane, b = lane + VL < to ? lane + VL : to;
             for (int r = 0; r < m; r++)
                 for (int j = a; j < b; j++) t->score[r * BLOCK + j] = t->piece_score[r * BLOCK + j];
@@ -345,15 +368,6 @@ static float weigh(float *score, int seen, float *most, float *sum) {
     return keep;
 }
 
-/* Ask for a block's keys or values ahead of their use. */
-static void fetch_ahead(const Call *c, const char *pages, int head, int heads, const KeyBlock *block) {
-    size_t width = element_size(c->kind) * c->head_dim;
-    for (int j = 0; j < block->num_keys; j++) {
-        const char *at = pages + (block->token[j] * c->num_kv_heads + head) * width;
-        for (size_t i = 0; i < heads * width; i += 64) __builtin_prefetch(at + i, 0, 2);
-    }
-}
-
 /* One chunk of keys for one block of rows and `heads` KV heads: t->most, t->sum [heads][m] and t->acc [heads][m][d]. */
 static void attend_chunk(const Call *c, const RowBlock *rb, int first_head, int heads, int chunk, Task *t) {
     const Plan *plan = c->plan;
@@ -366,20 +380,19 @@ static void attend_chunk(const Call *c, const RowBlock *rb, int first_head, int 
     int begin = chunk * CHUNK, end = (rb->num_keys + BLOCK - 1) / BLOCK;
     if (end > begin + CHUNK) end = begin + CHUNK;
     KeyBlock blocks[2];
+    int tiles = heads * 2 * ((m + ROWS - 1) / ROWS); /* of a block: scores, then values */
     find_keys(plan, rb->seq, begin, rb->num_keys, &segment, &before, &blocks[begin % 2]);
-    fetch_ahead(c, c->k_pages, first_head, heads, &blocks[begin % 2]);
+    fetch_tile(&(Ahead){c, &blocks[begin % 2], first_head, heads, 0, BLOCK});
     for (int b = begin; b < end; b++) {
         const KeyBlock *block = &blocks[b % 2];
         KeyBlock *next = &blocks[(b + 1) % 2];
-        fetch_ahead(c, c->v_pages, first_head, heads, block);
-        if (b + 1 < end) {
-            find_keys(plan, rb->seq, b + 1, rb->num_keys, &segment, &before, next);
-            fetch_ahead(c, c->k_pages, first_head, heads, next);
-        }
+        next->num_keys = 0;
+        if (b + 1 < end) find_keys(plan, rb->seq, b + 1, rb->num_keys, &segment, &before, next);
+        Ahead ahead = {c, next, first_head, heads, 0, (BLOCK + tiles - 1) / tiles};
         for (int h = 0; h < heads; h++) {
-            int head = first_head + h, seen[2 * TASK_HEADS];
-            float keep[2 * TASK_HEADS];
-            score_block(c, rb, head, block, t, t->turned + (size_t)h * m * d, &turned_for[h]);
+            int head = first_head + h, seen[TASK_HEADS];
+            float keep[TASK_HEADS];
+            score_block(c, rb, head, block, t, t->turned + (size_t)h * m * d, &turned_for[h], &ahead);
             for (int r = 0; r < rb->num_rows; r++) {
                 int count = count_seen(block, plan->row_index[rb->row + r]);
                 for (int i = r * c->group; i < (r + 1) * c->group; i++) {
@@ -394,7 +407,7 @@ static void attend_chunk(const Call *c, const RowBlock *rb, int first_head, int 
                 else
                     read_floats(t->values + j * d, at, d, c->kind), t->value_row[j] = t->values + j * d;
             }
-            add_values(m, t->score, t->value_row, seen, keep, t->acc + (size_t)h * m * d, d);
+            add_values(m, t->score, t->value_row, seen, keep, t->acc + (size_t)h * m * d, d, &ahead);
         }
     }
 }
@@ -529,7 +542,8 @@ static void mass_of_sequences(void *args, int begin, int end) {
         for (int b = 0; b * BLOCK < rb->num_keys; b++) {
             KeyBlock block;
             find_keys(plan, rb->seq, b, rb->num_keys, &segment, &before, &block);
-            score_block(c, rb, head, &block, &t, t.turned, &turned_for);
+            Ahead nothing = {c, &block, head, 1, block.num_keys, 0};
+            score_block(c, rb, head, &block, &t, t.turned, &turned_for, &nothing);
             float mass[BLOCK] = {0}; /* of each key */
             for (int r = 0; r < rb->num_rows; r++) {
                 int seen = count_seen(&block, plan->row_index[rb->row + r]);
