@@ -217,6 +217,14 @@ class Completions:
         text = self.tokenizer.decode(stream.tokens, skip_special=False)
         return types.RenderReply(tokens=stream.tokens, text=text, spans=stream.spans())
 
+    def count(self, body: ChatBody) -> tuple[int, int]:
+        """Tokens that a chat request would have on a new session: those that the model would see once its edits are
+        carried out, and all."""
+        self.check_model(body.model)
+        stream = ChatPrompt(body, self.chat).continued(Stream()).stream
+        edited, _ = self._management(body, body.akv or types.AkvRequest()).apply(stream, 0)
+        return edited.layout.num_visible, len(stream.tokens)
+
     def tokenize(self, body: types.TokenizeRequest) -> types.TokenizeReply:
         self.check_model(body.model)
         tokens = self.tokenizer.encode(body.prompt, parse_special=body.parse_special)
@@ -247,7 +255,8 @@ class Completion:
         self._turn = turn
         self._generation = generation
         self._dropping = dropping
-        self._num_visible_prompt_tokens = turn.stream.layout.num_visible
+        self.num_visible_prompt_tokens = turn.stream.layout.num_visible
+        self.is_thinking = prompt.shape.is_thinking  # the template opened the answer with the beginning of reasoning
         self._replies = replies.Replies(
             service.tokenizer,
             service.model,
@@ -342,7 +351,7 @@ class Completion:
         return auto_drop.judge(after, attention, self._dropping, messages, marks)
 
     def _usage(self) -> replies.Body:
-        return replies.usage(self._num_visible_prompt_tokens, self._generation.choices)
+        return replies.usage(self.num_visible_prompt_tokens, self._generation.choices)
 
 
 def _checked_name(name: str | None) -> str | None:
