@@ -110,6 +110,7 @@ class Completions:
                 ops=akv.ops,
                 on_miss=akv.on_miss,
                 edit=self._management(body, akv).apply,
+                num_asked=body.max_new_tokens or 0,
             ) as turn:
                 await preparing.aclose()
                 dropping = self._auto_dropping(tenant, akv, turn)

@@ -137,14 +137,16 @@ class Sessions:
         ops: list[types.Op] | None = None,
         on_miss: types.OnMiss = "replay",
         edit: Edit | None = None,
+        num_asked: int = 0,
     ) -> AsyncIterator[Turn]:
-        """A turn on the session `name`, which nobody else can change until it ends.
+        """A turn on the session `name`, which nobody else can change until it ends. Its answer may take `num_asked`
+        tokens, where the request says how many.
 
         Nothing is changed until `keep_prompt`. Raises `session_busy`, and what the prompt or the ops are refused for.
         """
         salt = repr((tenant, cache_salt))
         if name is None:
-            yield await self._prepared(None, Stream(), salt, prompt, ops, on_miss, edit)
+            yield await self._prepared(None, Stream(), salt, prompt, ops, on_miss, edit, num_asked)
             return
         self.expire()
         session = self._sessions.setdefault((tenant, name), Session(tenant, name, salt))
@@ -158,7 +160,7 @@ class Sessions:
                 if self._sessions.setdefault((tenant, name), session) is not session:
                     raise AkvError("session_busy", "the session was just replaced; try again", retry_after_s=1)
                 await self._load(session)
-                yield await self._prepared(session, session.stream, salt, prompt, ops, on_miss, edit)
+                yield await self._prepared(session, session.stream, salt, prompt, ops, on_miss, edit, num_asked)
         finally:
             session.generating = False
             if self._sessions.get((tenant, name)) is session:
@@ -177,6 +179,7 @@ class Sessions:
         ops: list[types.Op] | None,
         on_miss: types.OnMiss,
         edit: Edit | None,
+        num_asked: int,
     ) -> Turn:
         """The stream that the request asks for; tokenising may take a while, so not on the loop."""
 
@@ -192,7 +195,7 @@ class Sessions:
                 after, lost = self._forget_lost(after, salt)
                 warnings += lost
             num_common = continued.num_common if session else 0
-            if after.closes_gaps and self._closes(after, "auto"):
+            if after.closes_gaps and self._closes(after, "auto", num_asked):
                 after = streams.close_gaps(after, num_common).stream
             after, applied = edit(after, num_common) if edit else (after, [])
             return Turn(session, salt, after, warnings, applied)
@@ -317,9 +320,11 @@ class Sessions:
                 raise
             return layout_reply(session.name, edited.stream, edited.changed, edited.applied)
 
-    def _closes(self, stream: Stream, repos: types.Repos) -> bool:
-        """ "auto": once positions come near the end of the window; then the gaps left before are closed, too."""
-        return stream.layout.next_position > AUTO_CLOSES_ABOVE * self._window if repos == "auto" else repos
+    def _closes(self, stream: Stream, repos: types.Repos, num_asked: int = 0) -> bool:
+        """ "auto": once positions come near the end of the window, or the answer would; then the gaps left before are
+        closed, too."""
+        most = min(AUTO_CLOSES_ABOVE * self._window, self._window - num_asked)
+        return stream.layout.next_position > most if repos == "auto" else repos
 
     def _opens(self, stream: Stream, repos: types.Repos, spans: list[NamedSpan]) -> bool:
         """ "auto": open the gap again only if the tokens do not fit where they are."""
