@@ -10,7 +10,7 @@
 #define GROUP 64
 #define LANES 16
 #define QUADS (GROUP / 4)
-#define TASK_BLOCKS 8 /* blocks of LANES outputs that all rows of a thread are multiplied with in turn */
+#define TASK_BLOCKS 4 /* blocks of LANES outputs that all rows of a thread are multiplied with in turn */
 
 typedef struct {
     const int8_t *x;        /* [rows][groups * GROUP] */
@@ -139,8 +139,10 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
 #define AMX_ROWS 16
 #define AMX_MIN_ROWS 4 /* as dear as 16 */
 
-/* int8_tile for 16 rows and one block of outputs: the same integers, then the same operations on floats. */
-INLINE void amx_tile(const Quantised *a, int row, int block, float *out, size_t out_stride, int fetch_next) {
+/* int8_tile for 16 rows and one block of outputs: the same integers, then the same operations on floats. Asks for
+ * bytes [fetch_begin, fetch_end) of each tile of weights that comes next, for all rows do that together. */
+static void amx_tile(const Quantised *a, int row, int block, float *out, size_t out_stride, size_t fetch_begin,
+                     size_t fetch_end) {
     int groups = a->groups;
     const int8_t *weights = a->weights + (size_t)block * groups * QUADS * LANES * 4;
     const uint16_t *scales = a->scales + (size_t)block * groups * LANES;
@@ -164,9 +166,8 @@ INLINE void amx_tile(const Quantised *a, int row, int block, float *out, size_t 
 #define ADD(i, g)                                                                  \
     _tile_stored(i, dots[i], LANES * 4);                                           \
     scale = load_scales(scales + (g) * LANES);                                     \
-    if (fetch_next) /* what will be multiplied once these blocks are done */       \
-        for (size_t byte = 0; byte < tile_bytes; byte += 64)                       \
-            _mm_prefetch(next + (g) * tile_bytes + byte, _MM_HINT_T1);             \
+    for (size_t byte = fetch_begin; byte < fetch_end; byte += 64)                  \
+        _mm_prefetch(next + (g) * tile_bytes + byte, _MM_HINT_T1);                 \
     _Pragma("GCC unroll 16") for (int r = 0; r < AMX_ROWS; r++) sum[r] =           \
         add_group(sum[r], _mm512_load_si512(dots[i] + r * LANES), x_scale[r * groups + (g)], scale);
     __m512 scale;
@@ -335,18 +336,17 @@ static void multiply(const Linear *l, int row, int row_end, int block, int block
 #if defined(AMX_ROWS)
     if (row_end - row >= AMX_MIN_ROWS && has_amx()) {
         amx_begin();
-        int whole_blocks = l->num_outputs / LANES, fetch_next = 1;
-        for (; row_end - row >= AMX_MIN_ROWS; row += AMX_ROWS, fetch_next = 0)
+        int whole_blocks = l->num_outputs / LANES, tiles = (row_end - row + AMX_ROWS - AMX_MIN_ROWS) / AMX_ROWS;
+        for (int tile = 0; tile < tiles; tile++, row += AMX_ROWS)
             for (int b = block; b < block_end; b++) {
                 int rows = row_end - row < AMX_ROWS ? row_end - row : AMX_ROWS;
-                float tile[AMX_ROWS * LANES], *out = l->out + (size_t)row * l->num_outputs + b * LANES;
+                float edge[AMX_ROWS * LANES], *out = l->out + (size_t)row * l->num_outputs + b * LANES;
                 int in_place = rows == AMX_ROWS && b < whole_blocks;
-                if (fetch_next)
-                    amx_tile(&l->a, row, b, in_place ? out : tile, in_place ? l->num_outputs : LANES, 1);
-                else
-                    amx_tile(&l->a, row, b, in_place ? out : tile, in_place ? l->num_outputs : LANES, 0);
-                if (!in_place) put_tile(l->out, l->num_outputs, row, rows, b, 1, tile, LANES);
+                amx_tile(&l->a, row, b, in_place ? out : edge, in_place ? l->num_outputs : LANES,
+                         16 * tile / tiles * 64, 16 * (tile + 1) / tiles * 64);
+                if (!in_place) put_tile(l->out, l->num_outputs, row, rows, b, 1, edge, LANES);
             }
+        if (row > row_end) row = row_end;
         _tile_release();
     }
 #endif
