@@ -1,4 +1,4 @@
-"""The command line: `akv serve`, `akv demo`, `akv estimate`, `akv --version`.
+"""The command line: `akv serve`, `akv demo`, `akv bench`, `akv estimate`, `akv --version`.
 
 Owns options, what start-up prints, and exit statuses. Everything heavy is imported only once a command needs it.
 """
@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from akv_demo.main import main as demo
 
         return demo(given[1:])
+    if given[:1] == ["bench"]:
+        from akv_bench.main import main as bench
+
+        return bench(given[1:])
     if given[:1] == ["estimate"]:
         from akv_server.estimate import main as estimate
 
@@ -94,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         help="drop marked observations that get no attention, for this tenant (repeatable) or, without a name, for all",
     )
     commands.add_parser("demo", help="run the demo (akv demo --help)", add_help=False)
+    commands.add_parser("bench", help="replay recorded agents (akv bench --help)", add_help=False)
     commands.add_parser("estimate", help="FLOPs, bytes and time on paper (akv estimate --help)", add_help=False)
     return parser
 

@@ -7,28 +7,33 @@ in this run.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import platform
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
+from akv_bench.chat import Endpoint
+from akv_bench.lengths import Lengths
+from akv_bench.measure import Run
+from akv_bench.replay import salt_into
+from akv_bench.server import Server
+from akv_bench.strategies import AppendOnly, Limits, Strategy, Summarisation, Truncation
 from rich.console import Console
 
 from akv_demo import report
-from akv_demo.measure import Run
 from akv_demo.sandbox import Sandbox
 from akv_demo.script import STEPS, SYSTEM, TASK, Recording
-from akv_demo.server import Server
-from akv_demo.strategies import Akv, AppendOnly, Strategy, Summarisation, Truncation
+from akv_demo.strategies import GENERATED_TOKENS, Akv
 from akv_demo.view import View
-from akv_sdk import AkvError, ApiError, Client
+from akv_sdk import AkvError, ApiError, InvalidRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             url = arguments.url or stack.enter_context(Server(console, arguments.out / "server.log")).url
-            client = stack.enter_context(Client(url))
             recording = Recording(stack.enter_context(Sandbox()), STEPS[: arguments.steps])
-            return demo(console, client, recording, arguments.out, is_full=arguments.full)
+            return asyncio.run(demo(console, url, recording, arguments.out, is_full=arguments.full))
     except KeyboardInterrupt:
         console.print("stopped")
         return 130
@@ -73,45 +77,41 @@ def _end(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)  # unwinds, so that the server is stopped
 
 
-def demo(console: Console, client: Client, recording: Recording, out: Path, *, is_full: bool) -> int:
+async def demo(console: Console, url: str, recording: Recording, out: Path, *, is_full: bool) -> int:
     """All strategies against one server, then the report. Returns the exit status."""
-    model = client.models()[0]
-    run_id = uuid.uuid4().hex[:8]
-    started = datetime.now(UTC)
-    started_s = time.monotonic()
+    started, started_s = datetime.now(UTC), time.monotonic()
     num_steps = len(recording.steps)
     names = ["AKV", "Truncation", *(["Summarisation", "Append-only"] if is_full else [])]
-    console.print(
-        f"A scripted agent repairs a small repository in {num_steps} steps, once per strategy: the same commands, the "
-        f"same output, the same model ({model.id}, window {model.max_model_len or 0:,}). After each step the model "
-        "itself goes on for a few tokens.\n",
-        highlight=False,
-    )
     runs: list[Run] = []
-    with View(console, names, num_steps) as view:
-        runs.append(play(Akv(client, f"demo-{run_id}-akv", SYSTEM, TASK), recording, view))
-        # The rivals may see as much at once as AKV did at its peak.
-        budget = runs[0].peak_visible_tokens
-        rivals: list[Callable[[], Strategy]] = [
-            lambda: Truncation(client, f"demo-{run_id}-truncation", SYSTEM, TASK, budget_tokens=budget)
-        ]
-        if is_full:
-            rivals += [
-                lambda: Summarisation(client, f"demo-{run_id}-summary", SYSTEM, TASK, budget_tokens=budget),
-                lambda: AppendOnly(client, f"demo-{run_id}-append", SYSTEM, TASK),
-            ]
-        runs += [play(rival(), recording, view) for rival in rivals]
+    async with Endpoint("demo", url) as endpoint:
+        await endpoint.connect()
+        if endpoint.client is None:
+            raise InvalidRequest("is no AKV server", param="--url")
+        console.print(
+            f"A scripted agent repairs a small repository in {num_steps} steps, once per strategy: the same commands, "
+            f"the same output, the same model ({endpoint.model}, window {endpoint.window_tokens or 0:,}). After each "
+            "step the model itself goes on for a few tokens.\n",
+            highlight=False,
+        )
+        run_id = uuid.uuid4().hex[:8]
+        with View(console, names, num_steps) as view:
+            runs.append(await play(Akv(endpoint.client, f"demo-{run_id}"), recording, view, salt=f"0.{run_id}"))
+            # The rivals may see as much at once as AKV did at its peak.
+            limits = Limits(runs[0].peak_visible_tokens, GENERATED_TOKENS)
+            for number, rival in enumerate([Truncation, Summarisation, AppendOnly] if is_full else [Truncation], 1):
+                strategy = rival(endpoint, Lengths(endpoint.client), limits, remembers=True)
+                runs.append(await play(strategy, recording, view, salt=f"{number}.{run_id}"))
     wall_s = time.monotonic() - started_s
 
     about = {
-        "model": model.id,
-        "window_tokens": model.max_model_len,
+        "model": endpoint.model,
+        "window_tokens": endpoint.window_tokens,
         "started": started.isoformat(timespec="seconds"),
         "wall_s": wall_s,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     }
     report.write_json(out / "demo.json", runs, about)
-    report.write_plot(out / "ttft.png", runs, window_tokens=model.max_model_len)
+    report.write_plot(out / "ttft.png", runs, window_tokens=endpoint.window_tokens)
     console.print(report.table(runs))
     for run in runs:
         console.print(f"  [bold]{run.name}[/]: {run.how}", highlight=False)
@@ -129,23 +129,29 @@ def demo(console: Console, client: Client, recording: Recording, out: Path, *, i
     return 0
 
 
-def play(strategy: Strategy, recording: Recording, view: View) -> Run:
-    """One strategy through all steps, or to the first that the server refuses."""
+async def play(strategy: Strategy, recording: Recording, view: View, *, salt: str) -> Run:
+    """One strategy through all steps, or to the first that the server refuses. `salt` keeps it from what another one
+    computed."""
     run = Run(strategy.name, strategy.how, len(recording.steps))
+    head = [salt_into({"role": "system", "content": SYSTEM}, salt), {"role": "user", "content": TASK}]
     try:
         for number, step in enumerate(recording.steps):
             view.step(run, step.thought, step.command)
             output = recording.observation(number)
             view.observed(output)
+            said_and_saw = [
+                {"role": "assistant", "content": step.text},
+                {"role": "tool", "name": "sh", "content": output},
+            ]
             try:
-                run.turns.append(strategy.turn(step.text, output))
+                run.turns.append(await strategy.turn([*head, *said_and_saw] if number == 0 else said_and_saw))
             except ApiError as error:
                 run.failure = str(error)
             view.done(run)
             if run.failure is not None:
                 break
     finally:
-        strategy.close()
+        await strategy.close()
     return run
 
 

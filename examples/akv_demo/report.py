@@ -12,12 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from akv_bench import look
+from akv_bench.look import COLOURS, Line, Panel, seconds
+from akv_bench.measure import Run
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-
-from akv_demo.measure import Run
-
-COLOURS = {"AKV": "#0072B2", "Truncation": "#D55E00", "Append-only": "#7A7A7A", "Summarisation": "#009E73"}
 
 
 def table(runs: Sequence[Run]) -> Table:
@@ -45,12 +44,6 @@ def table(runs: Sequence[Run]) -> Table:
             f"[bold red]{run.outcome}[/]" if run.failure else run.outcome,
         )
     return result
-
-
-def seconds(value: float) -> str:
-    if math.isnan(value):
-        return "-"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.2f} s"
 
 
 def closing_line(akv: Run, rival: Run) -> str:
@@ -93,74 +86,21 @@ def _or_null(value: float) -> float | None:
 
 def write_plot(path: Path, runs: Sequence[Run], *, window_tokens: int | None) -> None:
     """TTFT per step, and below it how many tokens the model saw. PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style: Any = {
-        "font.size": 10.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#888888",
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "grid.color": "#E6E6E6",
-        "axes.axisbelow": True,
-        "xtick.color": "#444444",
-        "ytick.color": "#444444",
-    }
-    with pyplot.rc_context(style):
-        figure, (above, below) = pyplot.subplots(
-            2, 1, figsize=(10, 6.6), sharex=True, height_ratios=(3, 2), layout="constrained"
-        )
-        for rank, run in enumerate(runs):
-            steps = range(1, len(run.turns) + 1)
-            look: dict[str, Any] = {
-                "color": COLOURS[run.name],
-                "linewidth": 2.2 if rank == 0 else 1.6,
-                "marker": "o",
-                "markersize": 4,
-                "zorder": 4 - rank * 0.1,  # the first strategy lies on top
-            }
-            label = f"{run.name}:  P50 {seconds(run.ttft_s(50))},  P95 {seconds(run.ttft_s(95))}"
-            above.plot(steps, [turn.ttft_s for turn in run.turns], label=label, **look)
-            below.plot(steps, [turn.visible_tokens for turn in run.turns], **look)
-            if run.failure is not None and run.turns:
-                last = run.turns[-1]
-                for axes, value in ((above, last.ttft_s), (below, last.visible_tokens)):
-                    axes.plot(len(run.turns), value, "X", color="#C00000", markersize=9, zorder=5)
-                below.annotate(
-                    f"{run.name}: failed",
-                    (len(run.turns), last.visible_tokens),
-                    textcoords="offset points",
-                    xytext=(9, -4),
-                    color="#C00000",
-                    fontsize="small",
-                )
-        akv = runs[0]
-        streams = [turn.stream_tokens for turn in akv.turns]
-        if streams:
-            below.plot(range(1, len(streams) + 1), streams, color=COLOURS[akv.name], linestyle=":", linewidth=2)
-            _note(below, f"{akv.name}: the whole stream", len(streams), streams[-1], COLOURS[akv.name], ha="right")
-        if window_tokens is not None:
-            below.axhline(window_tokens, color="#555555", linewidth=1, linestyle="--")
-            _note(below, f"the model's window, {window_tokens:,}", 1, window_tokens, "#555555", ha="left")
-        figure.suptitle("Time to first token at each step of the agent", x=0.01, ha="left", fontweight="bold")
-        above.set_ylabel("seconds")
-        above.set_ylim(bottom=0)
-        above.set_xlim(0.5, max(run.num_steps for run in runs) + 0.5)
-        above.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, borderaxespad=0.2)
-        below.set_title("Tokens that the model sees", loc="left", fontsize="medium")
-        below.set_ylabel("tokens")
-        below.set_xlabel("step")
-        below.set_ylim(bottom=0)
-        below.margins(y=0.12)
-        below.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
-
-
-def _note(axes: Any, text: str, x: float, y: float, colour: str, *, ha: str) -> None:
-    """A word above a point, beginning or ending at it."""
-    axes.annotate(text, (x, y), textcoords="offset points", xytext=(0, 6), ha=ha, color=colour, fontsize="small")
+    panel = Panel(
+        title="",
+        lines=[
+            Line(
+                name=run.name,
+                label=f"{run.name}:  P50 {seconds(run.ttft_s(50))},  P95 {seconds(run.ttft_s(95))}",
+                colour=COLOURS[run.name],
+                ttft_s=[turn.ttft_s for turn in run.turns],
+                visible_tokens=[turn.visible_tokens for turn in run.turns],
+                has_failed=run.failure is not None,
+            )
+            for run in runs
+        ],
+        num_steps=max(run.num_steps for run in runs),
+        stream_tokens=[turn.stream_tokens for turn in runs[0].turns],
+        limits={} if window_tokens is None else {"the model's window": window_tokens},
+    )
+    look.write_plot(path, "Time to first token at each step of the agent", [panel])

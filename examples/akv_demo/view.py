@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
+from akv_bench.look import COLOURS, seconds
+from akv_bench.measure import Run
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,9 +17,6 @@ from rich.panel import Panel
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
-
-from akv_demo.measure import Run
-from akv_demo.report import COLOURS, seconds
 
 _BARS = "▁▂▃▄▅▆▇█"
 _OTHER_COLUMNS = 63  # characters of the table without the bars

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from akv_bench.trajectories import read
 from akv_kernels.plan import SequencePlan, build_plan
 from rich.console import Console
 
@@ -41,18 +42,18 @@ from akv_server.model import StepInput
 from akv_server.ops import Timeline
 from akv_server.prompts import render
 from akv_server.streams import Stream
-from tests.perf.quality import TRAJECTORIES, marked
+from tests.perf.quality import TRAJECTORIES
 
 JSON = dict[str, Any]
 PAGE_SIZE = 16
 EPSILONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 WORD = re.compile(r"[\w./:@-]{6,}")
-NEEDLE = "Note: the release token of this build is 7f3a-9c21-relay."
-ASKED = [
-    {"role": "user", "content": "Which release token was noted above? Repeat it exactly."},
-    {"role": "assistant", "content": "The release token of this build is 7f3a-9c21-relay."},
-]
-NUM_ASKED = 4
+NEEDLES = {  # one for each turn that asks: what was answered once may be copied from the answer
+    "release": "7f3a-9c21-relay",
+    "nightly": "b04e-55d8-ferry",
+    "signing": "c9a1-17f0-cedar",
+    "upload": "2d6b-e83c-amber",
+}
 
 
 class Replay:
@@ -111,14 +112,20 @@ class Replay:
 
 
 def planted(messages: Sequence[JSON]) -> tuple[list[JSON], int]:
-    """The conversation with a needle, and questions for it at the end; and the message that has the needle."""
+    """The conversation with needles in one observation, and at its end turns that ask for one after the other; and the
+    message that has them."""
     half = messages[: len(messages) // 2 + 1]
     observations = [i for i, m in enumerate(half) if (m.get("content") or "").startswith("<ephemeral_observation")]
     home = max(observations, key=lambda i: len(messages[i]["content"]))
-    text = messages[home]["content"]
-    middle = len(text) // 2
-    found = {**messages[home], "content": f"{text[:middle]}\n{NEEDLE}\n{text[middle:]}"}
-    return [*messages[:home], found, *messages[home + 1 :], *ASKED * NUM_ASKED], home
+    text, asked = messages[home]["content"], []
+    parts = [text[i * len(text) // 5 : (i + 1) * len(text) // 5] for i in range(5)]
+    for i, (name, token) in enumerate(NEEDLES.items()):
+        parts[i] += f"\nNote: the {name} token of this build is {token}.\n"
+        asked += [
+            {"role": "user", "content": f"Which {name} token was noted above? Repeat it exactly."},
+            {"role": "assistant", "content": f"The {name} token of this build is {token}."},
+        ]
+    return [*messages[:home], {**messages[home], "content": "".join(parts)}, *messages[home + 1 :], *asked], home
 
 
 def needs(replay: Replay) -> dict[tuple[int, int], set[str]]:
@@ -223,7 +230,7 @@ def main() -> None:
     for path in sorted(options.trajectories.glob("*.json")):
         if path.stem not in (options.only or [path.stem]):
             continue
-        messages = [marked(i, message) for i, message in enumerate(json.loads(path.read_text())["messages"])]
+        messages = read(path).tagged()
         stream = render(types.RenderRequest(messages=messages, add_generation_prompt=False), Chat(loaded.tokenizer))
         fits = [i for i, m in enumerate(stream.messages) if m.role == "assistant" and m.end <= options.max_tokens]
         if len(fits) < 4:

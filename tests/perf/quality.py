@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from akv_bench.trajectories import read
 from rich.console import Console
 from rich.table import Table
 
@@ -52,17 +53,14 @@ NUM_RESAMPLES = 4000
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Messages with their observations marked, their stream, and the assistant messages to be scored."""
+    """Messages with their observations marked, how many come before the first answer and are kept by every way, their
+    stream, and the assistant messages to be scored."""
 
     name: str
     messages: list[JSON]
+    num_head: int
     stream: Stream
     turns: list[int]
-
-    @property
-    def num_head(self) -> int:
-        """The messages before the first answer: the system prompt and the task, which every way keeps."""
-        return next(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
 
 
 @dataclass
@@ -113,22 +111,13 @@ class Scorer:
 def load(folder: Path, scorer: Scorer, max_tokens: int) -> Iterator[Trajectory]:
     """Every trajectory, cut behind the last answer that ends within `max_tokens`, unless few answers are left."""
     for path in sorted(folder.glob("*.json")):
-        messages = [marked(i, message) for i, message in enumerate(json.loads(path.read_text())["messages"])]
+        recorded = read(path)
+        messages = recorded.tagged()
         stream = scorer.stream(messages)
-        fitting = [i for i, m in enumerate(stream.messages) if m.role == "assistant" and m.end <= max_tokens]
-        turns = [i for i in fitting if i > 0]
+        turns = [i for i in recorded.turns if stream.messages[i].end <= max_tokens]
         if len(turns) >= MIN_TURNS:
             messages = messages[: turns[-1] + 1]
-            yield Trajectory(path.stem, messages, scorer.stream(messages), turns)
-
-
-def marked(number: int, message: JSON) -> JSON:
-    """The message as a request has it, an observation in tags of its own."""
-    fields = {key: value for key, value in message.items() if key not in ("is_observation", "is_demo")}
-    if message.get("is_observation"):
-        tags = f'<ephemeral_observation id="obs-{number}">', "</ephemeral_observation>"
-        fields["content"] = message["content"].join(tags)
-    return fields
+            yield Trajectory(recorded.name, messages, recorded.num_head, scorer.stream(messages), turns)
 
 
 # --- the ways of making room ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A server of the demo's own: started as a subprocess, watched until it answers, always stopped.
+"""A server of our own: started as a subprocess, watched until it answers, always stopped.
 
 Knows the server by its command line alone.
 """
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -29,8 +30,9 @@ class ServerFailed(RuntimeError):
 class Server:
     """`akv serve` on a free port of the loopback. A context manager: entered when it answers, gone when left."""
 
-    def __init__(self, console: Console, log: Path) -> None:
+    def __init__(self, console: Console, log: Path, options: Sequence[str] = ()) -> None:
         self._console = console
+        self._options = options
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -42,7 +44,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "akv_server.cli", "serve", "--port", str(port)],
+                [sys.executable, "-m", "akv_server.cli", "serve", "--port", str(port), *self._options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

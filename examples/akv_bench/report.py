@@ -1,0 +1,244 @@
+"""What a benchmark comes to: tables, ratios, JSON, CSV, Markdown and the plot.
+
+Owns presentation of groups, finished or cut short. Every form shows the same figures, those of `figures`. Knows nothing
+of how they were made.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.segment import Segments
+from rich.table import Table
+from rich.text import Text
+
+from akv_bench.look import COLOURS, Line, Panel, seconds, write_plot
+from akv_bench.measure import Measured, Turn
+from akv_bench.replay import Group
+
+HERO = "akv-repos"
+MAX_WIDTH = 1000  # columns of a table
+CLAIMS = {
+    "summarisation": "5.9 (P95, 64k, 70B on 8 H100)",
+    "truncation": "2.3 (P50, 64k, 70B on 8 H100)",
+}
+"""By how much AKV is faster in the write-up, and on what: 2,420 against 410 ms, and 420 against 185 ms."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """USD for a million tokens: of input, of input that came from the cache, of output."""
+
+    input: float
+    cached: float
+    output: float
+
+    def cost_usd(self, measured: Measured) -> float:
+        """What these very requests cost; the agent's recorded words count as input, where they are not cached."""
+        micros = (
+            measured.prefilled_tokens * self.input
+            + measured.reused_tokens * self.cached
+            + measured.generated_tokens * self.output
+        )
+        return micros / 1e6
+
+
+def figures(group: Group, prices: Prices | None) -> dict[str, Any]:
+    """Every figure of a group, by name; None where it was not measured. Times in seconds."""
+    wall_s, likelihood = group.wall_s, group.likelihood
+    num_tokens = group.prefilled_tokens + group.generated_tokens
+    return {
+        "server": group.server,
+        "strategy": group.key,
+        "sessions": group.sessions,
+        "runs": len(group.runs),
+        "completed_steps": len(group.turns),
+        "num_steps": group.num_steps,
+        "failed_runs": len(group.failures),
+        "failure_codes": " ".join(sorted({str(run.failure_code) for run in group.failures})),
+        "ttft_p50_s": _or_none(group.ttft_s(50)),
+        "ttft_p95_s": _or_none(group.ttft_s(95)),
+        "ttft_mean_s": group.waited_s / len(group.turns) if group.turns else None,
+        "inter_token_p95_s": _or_none(group.inter_token_s(95)),
+        "tokens_per_s": num_tokens / wall_s if wall_s else None,
+        "steps_per_s": len(group.turns) / wall_s if wall_s else None,
+        "prefilled_tokens": group.prefilled_tokens,
+        "reused_tokens": group.reused_tokens,
+        "generated_tokens": group.generated_tokens,
+        "peak_visible_tokens": group.peak_visible_tokens,
+        "cost_per_run_usd": prices.cost_usd(group) / len(group.runs) if prices and group.runs else None,
+        "nats_per_token": likelihood.per_token if likelihood else None,
+        "scored_tokens": likelihood.tokens if likelihood else None,
+        "wall_s": wall_s,
+    }
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def title_of(group: Group, main: str) -> str:
+    """The strategy's, with the server's before it where that is a rival."""
+    return group.name if group.server == main else f"{group.server}: {group.name}"
+
+
+def rows(groups: Sequence[Group], main: str, prices: Prices | None) -> list[dict[str, str]]:
+    """The table, a row for each group, its cells by the head of their column. A column that nobody could fill, because
+    no price was given or nothing scored, is left out."""
+    found = []
+    for group in groups:
+        values = figures(group, prices)
+        nats, cost = values["nats_per_token"], values["cost_per_run_usd"]
+        found.append(
+            {
+                "strategy": title_of(group, main),
+                "sessions": str(group.sessions),
+                "TTFT P50": seconds(group.ttft_s(50)),
+                "TTFT P95": seconds(group.ttft_s(95)),
+                "inter-token P95": seconds(group.inter_token_s(95)),
+                "tokens/s": _rate(values["tokens_per_s"], 0),
+                "steps/s": _rate(values["steps_per_s"], 2),
+                "prefilled": f"{group.prefilled_tokens:,}",
+                "reused": f"{group.reused_tokens:,}",
+                "peak visible": f"{group.peak_visible_tokens:,}",
+                "$ per run": "" if cost is None else f"{cost:.4f}",
+                "NLL/token": "" if nats is None else f"{nats:.3f}",
+                "steps": group.outcome,
+            }
+        )
+    empty = {head for head in ("$ per run", "NLL/token") if not any(row[head] for row in found)}
+    return [{head: cell for head, cell in row.items() if head not in empty} for row in found]
+
+
+def ratios(groups: Sequence[Group], main: str) -> list[dict[str, str]]:
+    """How many times as long as with AKV and repos the first token took, under each other strategy that went through
+    all steps with as many sessions; beside it what the write-up claims."""
+    found = []
+    for hero in groups:
+        if hero.key != HERO or not hero.is_complete:
+            continue
+        for group in groups:
+            if group is hero or group.sessions != hero.sessions or not group.is_complete:
+                continue
+            found.append(
+                {
+                    "against AKV + repos": title_of(group, main),
+                    "sessions": str(hero.sessions),
+                    "TTFT P50": f"{group.ttft_s(50) / hero.ttft_s(50):.1f}x",
+                    "TTFT P95": f"{group.ttft_s(95) / hero.ttft_s(95):.1f}x",
+                    "TTFT mean": f"{group.waited_s / hero.waited_s:.1f}x",
+                    "claimed": CLAIMS.get(group.key, "") if group.server == main else "",
+                }
+            )
+    return found
+
+
+def _rate(value: float | None, num_digits: int) -> str:
+    return "-" if value is None else f"{value:,.{num_digits}f}"
+
+
+def show(console: Console, found: Sequence[dict[str, str]]) -> None:
+    """On a terminal; a table that is too wide for it goes on rather than lose something."""
+    result = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for head in found[0]:
+        result.add_column(head.replace(" ", "\n", 1), justify="right", no_wrap=True, vertical="bottom")
+    result.columns[0].header, result.columns[0].justify = next(iter(found[0])), "left"
+    for row in found:
+        first, *rest = row.values()
+        colour = COLOURS.get(first.split(": ")[-1], "")
+        result.add_row(Text(first, style=f"bold {colour}"), *rest)
+    rendered = console.render(result, console.options.update(max_width=MAX_WIDTH))
+    console.print(Segments(list(rendered)), crop=False, soft_wrap=True)
+
+
+def markdown(found: Sequence[dict[str, str]]) -> str:
+    lines = [list(found[0]), [":--", *["--:"] * (len(found[0]) - 1)], *(list(row.values()) for row in found)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def write(out: Path, groups: Sequence[Group], about: dict[str, Any], main: str, prices: Prices | None) -> None:
+    """`bench.json`, `bench.csv` and `bench.md`, of all that was measured so far."""
+    body = {**about, "groups": [_whole(group, prices) for group in groups]}
+    (out / "bench.json").write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    flat = [figures(group, prices) for group in groups]
+    with (out / "bench.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(flat[0]) if flat else [])
+        writer.writeheader()
+        writer.writerows(flat)
+    parts = [f"`{about['command']}`\n"]
+    for found in (rows(groups, main, prices), ratios(groups, main)):
+        if found:
+            parts.append(markdown(found))
+    parts += [f"- {note}\n" for note in about["notes"]]
+    (out / "bench.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _whole(group: Group, prices: Prices | None) -> dict[str, Any]:
+    runs = [
+        {
+            "trajectory": run.name,
+            "completed_steps": len(run.turns),
+            "num_steps": run.num_steps,
+            "failure": run.failure,
+            "failure_code": run.failure_code,
+            "turns": [asdict(turn) for turn in run.turns],
+        }
+        for run in group.runs
+    ]
+    return {**figures(group, prices), "how": group.how, "run_details": runs}
+
+
+def plot(path: Path, groups: Sequence[Group], main: str, limits: dict[str, int]) -> None:
+    """TTFT and visible tokens of each step, the median over runs; a column for each number of sessions. PNG."""
+    panels = []
+    for sessions in sorted({group.sessions for group in groups}):
+        shown = [group for group in groups if group.sessions == sessions and group.turns]
+        shown.sort(key=lambda group: group.key != HERO)
+        if not shown:
+            continue
+        stream = [median(turn.stream_tokens for turn in step) for step in _steps(shown[0])]
+        panels.append(
+            Panel(
+                title=f"{sessions} session{'s' if sessions > 1 else ''} at once",
+                lines=[_line(group, main) for group in shown],
+                num_steps=max(run.num_steps for group in shown for run in group.runs),
+                stream_tokens=stream if shown[0].key == HERO else [],
+                limits=limits,
+            )
+        )
+    if panels:
+        write_plot(path, "Time to first token at each step of the agent", panels)
+
+
+def _line(group: Group, main: str) -> Line:
+    name = title_of(group, main)
+    return Line(
+        name=name,
+        label=f"{name}:  P50 {seconds(group.ttft_s(50))},  P95 {seconds(group.ttft_s(95))}",
+        colour=COLOURS[group.name],
+        ttft_s=[median(turn.ttft_s for turn in step) for step in _steps(group)],
+        visible_tokens=[median(turn.visible_tokens for turn in step) for step in _steps(group)],
+        has_failed=bool(group.failures),
+        style="-" if group.server == main else "--",
+    )
+
+
+def _steps(group: Group) -> list[list[Turn]]:
+    """The turns of all runs, by the number of their step."""
+    longest = max((len(run.turns) for run in group.runs), default=0)
+    return [[run.turns[i] for run in group.runs if i < len(run.turns)] for i in range(longest)]
