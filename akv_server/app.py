@@ -13,7 +13,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -24,8 +24,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from akv_sdk import types
-from akv_server.completions import Completions
+from akv_server import messages
+from akv_server.completions import Completion, Completions
 from akv_server.errors import AkvError
+from akv_server.messages_reply import Reply
 from akv_server.requests import ChatBody, CompletionBody, parse, read_json
 
 log = logging.getLogger("akv")
@@ -63,6 +65,19 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return CompletionResponse(service, request, parse(CompletionBody, await body(request)))
+
+    @app.post("/v1/messages")
+    async def create_message(request: Request) -> Response:
+        return MessageResponse(service, request, messages.asked(await body(request)))
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        fields = messages.asked(await body(request), messages.CountBody)
+        try:
+            async with service.apart(fields.body):
+                return JSONResponse(messages.counted(fields, *await asyncio.to_thread(service.count, fields.body)))
+        except AkvError as error:
+            raise fields.renamed(error) from error
 
     @app.post("/v1/cache/drop")
     async def drop(request: Request) -> Response:
@@ -172,10 +187,11 @@ class Front:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
             await send(message)
 
-        scope["akv.tenant"] = self._tenant(headers.get(b"authorization", b""))
+        scope["akv.tenant"] = self._tenant(headers)
         try:
             if scope["akv.tenant"] is None and scope["path"] not in OPEN_ROUTES:
-                response = _error_reply(AkvError("unauthorized", "no valid API key: send Authorization: Bearer KEY"))
+                message = "no valid API key: send Authorization: Bearer KEY, or X-Api-Key: KEY"
+                response = _error_reply(AkvError("unauthorized", message), scope["path"])
                 response.headers["WWW-Authenticate"] = "Bearer"
                 await response(scope, receive, send_with_id)
             else:
@@ -186,18 +202,23 @@ class Front:
             log.exception("request %s failed: %s %s", request_id.decode(), scope["method"], scope["path"])
             if not has_started:
                 message = "the server failed to answer this request; its log says why"
-                await _error_reply(AkvError("internal_error", message))(scope, receive, send_with_id)
+                await _error_reply(AkvError("internal_error", message), scope["path"])(scope, receive, send_with_id)
 
-    def _tenant(self, authorization: bytes) -> str | None:
-        """Whose key this is. Compares with every key, in time that does not depend on how much of one is right."""
+    def _tenant(self, headers: dict[bytes, bytes]) -> str | None:
+        """Whose key one of the headers has; the bearer's if both have one."""
         if not self._api_keys:
             return ""
-        scheme, _, given = authorization.partition(b" ")
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        found = self._owner(bearer.strip()) if scheme.lower() == b"bearer" else None
+        return self._owner(headers.get(b"x-api-key", b"")) if found is None else found
+
+    def _owner(self, given: bytes) -> str | None:
+        """Compares with every key, in time that does not depend on how much of one is right."""
         found = None
         for tenant, key in self._api_keys:
-            if hmac.compare_digest(given.strip(), key):
+            if hmac.compare_digest(given, key):
                 found = tenant
-        return found if scheme.lower() == b"bearer" else None
+        return found
 
 
 class CompletionResponse(Response):
@@ -217,18 +238,18 @@ class CompletionResponse(Response):
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._service.run(self._tenant, self._header_session, self._fields) as completion:
-            body = await completion.whole()
+            body = await self._whole(completion)
         await JSONResponse(body)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         has_started = False
 
-        async def put(data: str, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
+        async def put(event: str, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": more})
 
         try:
             async with self._service.run(self._tenant, self._header_session, self._fields) as completion:
-                async for chunk in completion.chunks():
+                async for event in self._events(completion):
                     if not has_started:
                         has_started = True
                         headers = [
@@ -236,17 +257,67 @@ class CompletionResponse(Response):
                             (b"cache-control", b"no-cache"),
                         ]
                         await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    await put(_dumps(chunk))
+                    await put(event)
         except AkvError as error:
             if not has_started:
                 raise
-            await put(_dumps(_envelope(error)))
+            await put(self._failure(error))
         except Exception:
             if not has_started:
                 raise
             log.exception("a stream failed")
-            await put(_dumps(_envelope(AkvError("internal_error", "the server failed in the middle of this answer"))))
-        await put("[DONE]", more=False)
+            await put(self._failure(AkvError("internal_error", "the server failed in the middle of this answer")))
+        await put(self._last_event, more=False)
+
+    # How OpenAI answers.
+
+    _last_event = "data: [DONE]\n\n"
+
+    async def _whole(self, completion: Completion) -> dict[str, Any]:
+        return await completion.whole()
+
+    async def _events(self, completion: Completion) -> AsyncIterator[str]:
+        async for chunk in completion.chunks():
+            yield f"data: {_dumps(chunk)}\n\n"
+
+    def _failure(self, error: AkvError) -> str:
+        return f"data: {_dumps(_envelope(error))}\n\n"
+
+
+class MessageResponse(CompletionResponse):
+    """The same as Anthropic answers. A whole message is what its events add up to."""
+
+    _last_event = ""
+
+    def __init__(self, service: Completions, request: Request, asked: messages.Asked) -> None:
+        super().__init__(service, request, asked.body)
+        self._asked = asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except AkvError as error:
+            raise self._asked.renamed(error) from error
+
+    def _reply(self, completion: Completion) -> Reply:
+        num_prompt_tokens = completion.num_visible_prompt_tokens
+        return Reply(self._asked, num_prompt_tokens=num_prompt_tokens, is_thinking=completion.is_thinking)
+
+    async def _whole(self, completion: Completion) -> dict[str, Any]:
+        reply = self._reply(completion)
+        async for chunk in completion.chunks():
+            for _ in reply.events(chunk):
+                pass
+        return reply.message
+
+    async def _events(self, completion: Completion) -> AsyncIterator[str]:
+        reply = self._reply(completion)
+        async for chunk in completion.chunks():
+            for event in reply.events(chunk):
+                yield _event(event)
+
+    def _failure(self, error: AkvError) -> str:
+        return _event(messages.error_body(self._asked.renamed(error)))
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -312,6 +383,10 @@ def _dumps(body: Any) -> str:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
+def _event(body: dict[str, Any]) -> str:
+    return f"event: {body['type']}\ndata: {_dumps(body)}\n\n"
+
+
 def _envelope(error: AkvError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 413: "invalid_request_error"}
     kind = kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
@@ -319,19 +394,24 @@ def _envelope(error: AkvError) -> dict[str, Any]:
     return types.ErrorReply(error=body).model_dump()
 
 
-def _error_reply(error: AkvError) -> Response:
+def _envelope_at(path: str, error: AkvError) -> dict[str, Any]:
+    return messages.error_body(error) if path.startswith("/v1/messages") else _envelope(error)
+
+
+def _error_reply(error: AkvError, path: str) -> Response:
     headers = {} if error.retry_after_s is None else {"Retry-After": str(math.ceil(error.retry_after_s))}
-    return JSONResponse(_envelope(error), status_code=error.status, headers=headers)
+    return JSONResponse(_envelope_at(path, error), status_code=error.status, headers=headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, AkvError)
-    return _error_reply(error)
+    return _error_reply(error, request.url.path)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = request.url.path
     if error.status_code == 404:
-        return _error_reply(AkvError("not_found", f"there is no route {request.method} {request.url.path}"))
-    reply = AkvError("invalid_request", f"{request.method} {request.url.path}: {error.detail}")
-    return JSONResponse(_envelope(reply), status_code=error.status_code, headers=error.headers)
+        return _error_reply(AkvError("not_found", f"there is no route {request.method} {path}"), path)
+    reply = AkvError("invalid_request", f"{request.method} {path}: {error.detail}")
+    return JSONResponse(_envelope_at(path, reply), status_code=error.status_code, headers=error.headers)
