@@ -79,6 +79,8 @@ def test_the_server_is_a_stack():
         {"cli"},
         {"serving"},
         {"app"},
+        {"messages_reply"},
+        {"messages"},
         {"completions"},
         {"sessions"},
         {"engine"},
