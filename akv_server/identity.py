@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from akv_sdk.types import MessageMarking
 from akv_server.errors import AkvError
 from akv_server.nesting import is_deep
+from akv_server.tools import THINK_CLOSING, THINK_OPENING
 
 Message = dict[str, Any]
 
@@ -24,14 +25,16 @@ def normalise_for_matching(message: Message, ending: str = "") -> Hashable:
     """The identity of a message: two that compare equal are the same message, sent twice.
 
     Role, text (parts joined, line ends and outer whitespace aside), and function and arguments of each call, by value
-    and not by spelling. Ids of calls are left out, frameworks make them anew; so is a tool result's `name`. `ending`
-    does not count where the text ends with it.
+    and not by spelling. Ids of calls are left out, frameworks make them anew; so is a tool result's `name`. Reasoning
+    is the same before an answer's text and in a field of its own. `ending` does not count where the text ends with it.
     """
     role = role_of(message.get("role"))
     calls = [call["function"] for call in calls_of(message, "tool_calls")]
     text = text_of(message.get("content"), "content").replace("\r\n", "\n").strip()
-    if role == "assistant" and not calls:
-        text, calls = _without_transcript(text)
+    if role == "assistant":
+        if not calls:
+            text, calls = _without_transcript(text)
+        text = _with_reasoning(text, message.get("reasoning_content"))
     called = tuple((call["name"], _canonical(call["arguments"])) for call in calls)
     return role, text.removesuffix(ending).strip(), called, None if role == "tool" else message.get("name")
 
@@ -131,6 +134,15 @@ def _without_transcript(text: str) -> tuple[str, list[Message]]:
     functions = [call["function"] for call in calls]
     is_code = [f["name"] == "python_interpreter" and isinstance(f["arguments"], str) for f in functions]
     return said.rstrip(), [f for f, skip in zip(functions, is_code, strict=True) if not skip]
+
+
+def _with_reasoning(text: str, reasoning: Any) -> str:
+    """An answer's text with its reasoning before it, wherever that stood, and without the space around both."""
+    thought, closing, rest = text.partition(THINK_CLOSING)
+    if not closing:
+        thought, rest = reasoning if isinstance(reasoning, str) else "", text
+    thought = thought.removeprefix(THINK_OPENING).replace("\r\n", "\n").strip()
+    return f"{THINK_OPENING}{thought}{THINK_CLOSING}{rest.lstrip()}" if thought else rest.lstrip()
 
 
 def _canonical(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -55,6 +56,23 @@ def test_calls_that_come_back_as_python_writes_them(generated: list[str], resent
     silent = {**calling_ls(*generated), "content": None}
     back = as_smolagents_sends_it({**calling_ls(*resent), "content": ""})
     assert normalise_for_matching(back) == normalise_for_matching(silent) != same
+
+
+@pytest.mark.parametrize("said", ["", "Here."])
+def test_reasoning_is_the_same_in_the_text_and_in_a_field_of_its_own(said: str):
+    def identity(content: str, reasoning: str | None = None) -> Hashable:
+        return normalise_for_matching({"role": "assistant", "content": content, "reasoning_content": reasoning})
+
+    same = {
+        identity(f"<think>\nWhere?\n</think>\n\n{said}"),
+        identity(f"Where?</think>{said}"),  # where the template opened it
+        identity(f"<think>Where?</think>\n{said}", "Where?"),
+        identity(said, "\nWhere?\n"),
+    }
+    silent = {identity(said), identity(f"<think>\n\n</think>\n\n{said}"), identity(said, "")}
+    other = {identity(f"<think>\nWhy?\n</think>\n\n{said}"), identity(said, "Why?")}
+    assert [len(same), len(silent), len(other)] == [1, 1, 1]
+    assert len(same | silent | other) == 3
 
 
 def test_the_code_of_an_answer_comes_back_as_a_call_too():

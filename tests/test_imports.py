@@ -104,7 +104,7 @@ def test_the_server_is_a_stack():
         "turns": {"templates", "blocks", "identity", "errors"},
         "templates": {"errors"},
         "blocks": {"tools"},
-        "identity": {"nesting", "errors"},
+        "identity": {"nesting", "tools", "errors"},
         "tokenizer": {"tiktoken_export", "tokenizer_spec", "errors"},
         "tiktoken_export": {"tokenizer_spec"},
         "tokenizer_spec": set(),
