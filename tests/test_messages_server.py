@@ -464,6 +464,22 @@ def test_edits_are_applied_once_and_usage_is_true(api: Anthropic, server: Server
     assert create(api, streamed, max_tokens=1)[0].context_management is None
 
 
+def test_old_thoughts_are_cleared(api: Anthropic) -> None:
+    def answer(thought: str) -> JSON:
+        blocks = [{"type": "thinking", "thinking": thought, "signature": ""}, {"type": "text", "text": "So."}]
+        return {"role": "assistant", "content": blocks}
+
+    messages = [HELLO, answer("one " * 10), HELLO, answer("two " * 10), HELLO]
+    keep = {"type": "thinking_turns", "value": 1}
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
+    message, akv = create(api, False, messages=messages, max_tokens=1, context_management=edits)
+    (edit,) = message.context_management.applied_edits
+    assert (edit.type, edit.cleared_thinking_turns) == ("clear_thinking_20251015", 1)
+    assert edit.cleared_input_tokens == akv["dropped_tokens"] > 10
+    visible = [b["visible"] for span in akv["spans"] for b in span["blocks"] if b["kind"] == "thinking"]
+    assert visible == [False, True]
+
+
 def test_the_chat_route_counts_as_truly(client: httpx.Client) -> None:
     def result(i: int) -> list[JSON]:
         function = {"name": "f", "arguments": f'{{"i": {i}}}'}
