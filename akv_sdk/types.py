@@ -195,11 +195,46 @@ class ClearThinking20251015(Wire):
     keep: Literal["all"] | Annotated[ThinkingTurns | AllThinking, Field(discriminator="type")] = ThinkingTurns(value=1)
 
 
-Edit = Annotated[ClearToolUses20250919 | ClearThinking20251015, Field(discriminator="type")]
+class ClearToolUsesEdit(Wire):
+    """As LangChain has it, see the policy of this name: `clear_at_least` is a stop point."""
+
+    type: Literal["ClearToolUsesEdit"]
+    trigger: Index = 100_000
+    keep: Index = 3
+    clear_at_least: Index = 0
+    exclude_tools: list[str] = []
+    clear_tool_inputs: StrictBool = False
+    placeholder: str = "[cleared]"
+
+
+class LastNObservations(Wire):
+    type: Literal["LastNObservations"]
+    n: Index
+    polling: Annotated[Index, Field(ge=1)] = 1
+
+
+class RollingDrop(Wire):
+    type: Literal["RollingDrop"]
+    window_tokens: Index
+
+
+class DropThinking(Wire):
+    type: Literal["DropThinking"]
+    keep: Index | Literal["all"] = 1
+
+
+class DropRepeats(Wire):
+    type: Literal["DropRepeats"]
+
+
+OwnEdit = ClearToolUsesEdit | LastNObservations | RollingDrop | DropThinking | DropRepeats
+"""A policy of `akv_sdk.policies` as JSON: its name, and its arguments."""
+Edit = Annotated[ClearToolUses20250919 | ClearThinking20251015 | OwnEdit, Field(discriminator="type")]
 
 
 class ContextManagement(Wire):
-    """Anthropic's `context_management` object, as a completion request may carry it."""
+    """Anthropic's `context_management` object, as a completion request may carry it. Its list takes AKV's policies,
+    too."""
 
     edits: list[Edit] = Field(default=[], max_length=100)
 

@@ -9,34 +9,35 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import httpx
-import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from openai import OpenAI
 
 import akv_sdk
-from akv_sdk.policies import DropThinking, LastNObservations
+from akv_sdk.policies import (
+    ClearToolUsesEdit,
+    Context,
+    DropRepeats,
+    DropThinking,
+    LastNObservations,
+    RollingDrop,
+    decide,
+)
+from akv_sdk.policies.context import spans_of
 from akv_sdk.types import MessageSpan, Op
-from akv_server import streams
-from akv_server.streams import Stream
+from tests.conversations import tagged
+from tests.json_alone import JSON, SYSTEM, TASK, calling, chat, clearing, content, gone, refusal, result, talk
 from tests.server import Server, load_tiny, serving_model
-
-JSON = dict[str, Any]
-POOL_TOKENS = 4096
-SYSTEM: JSON = {"role": "system", "content": "You run the tests of a repository."}
-TASK: JSON = {"role": "user", "content": "Find out why the tests fail."}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_model(load_tiny(tmp_path_factory.mktemp("model")), pool_tokens=POOL_TOKENS) as server:
+    with serving_model(load_tiny(tmp_path_factory.mktemp("model")), pool_tokens=4096) as server:
         yield server
 
 
@@ -57,60 +58,6 @@ def name(server: Server) -> Iterator[str]:
     """A fresh session name; whatever a test did, the cache must still hold together after it."""
     yield uuid4().hex
     server.engine.check()
-
-
-def chat(api: OpenAI, messages: list[JSON], *, max_tokens: int = 2, **extra: Any) -> Any:
-    return api.chat.completions.create(
-        model="default",
-        messages=messages,  # type: ignore[arg-type]
-        max_tokens=max_tokens,
-        temperature=0,
-        extra_body=extra,
-    )
-
-
-def calling(number: int, **arguments: Any) -> JSON:
-    function = {"name": "sh", "arguments": json.dumps(arguments or {"command": f"pytest tests/test_{number}.py"})}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": f"c{number}", "type": "function", "function": function}],
-    }
-
-
-def result(number: int, text: str | None = None, **fields: Any) -> JSON:
-    text = f"output {number}: " + "1 failed, 2 passed " * 3 if text is None else text
-    return {"role": "tool", "tool_call_id": f"c{number}", "content": text, **fields}
-
-
-def talk(num_uses: int) -> list[JSON]:
-    return [SYSTEM, TASK, *(part for i in range(num_uses) for part in (calling(i), result(i)))]
-
-
-def clearing(keep: int = 1, trigger: int = 0, **fields: Any) -> JSON:
-    edit = {
-        "type": "clear_tool_uses_20250919",
-        "trigger": {"type": "input_tokens", "value": trigger},
-        "keep": {"type": "tool_uses", "value": keep},
-        **fields,
-    }
-    return {"edits": [edit]}
-
-
-def gone(akv: JSON) -> list[tuple[int, int]]:
-    """The spans that a reply's history made invisible."""
-    return [(op["start"], op["end"]) for op in akv["ops"] if op["op"] == "drop"]
-
-
-def content(akv: JSON, message: int) -> tuple[int, int]:
-    span = akv["spans"][message]
-    return span["content_start"], span["content_end"]
-
-
-def refusal(call: Any) -> tuple[str | None, str | None]:
-    with pytest.raises(openai.APIStatusError) as refused:
-        call()
-    return refused.value.code, refused.value.param
 
 
 # --- Anthropic's edits ------------------------------------------------------------------------------------------------
@@ -183,34 +130,6 @@ def test_edits_in_a_stream_come_with_its_last_chunk(client: httpx.Client, name: 
         assert chunks[-1]["akv"]["applied_edits"] == [edit]
 
 
-def test_a_policy_fires_once_per_block_however_often_the_history_is_sent(api: OpenAI, name: str) -> None:
-    """(a): the same edit on every request. Each result goes once, and only what is new is ever prefilled."""
-    messages = [SYSTEM, TASK]
-    known, cleared = 0, 0
-    for i in range(6):
-        messages += [calling(i), result(i)]
-        reply = chat(api, messages, akv={"session": name}, context_management=clearing(keep=2), cache_salt=name)
-        akv = reply.akv
-        new = akv["stream_tokens"] - reply.usage.completion_tokens - known
-        assert (akv["prefilled_tokens"], akv["replayed_tokens"]) == (new, 0)
-        assert akv["warnings"] == []
-        assert sum(edit["cleared_tool_uses"] for edit in akv["applied_edits"]) == (1 if i >= 2 else 0)
-        cleared += sum(edit["cleared_input_tokens"] for edit in akv["applied_edits"])
-        assert akv["dropped_tokens"] == cleared
-        known = akv["stream_tokens"]
-        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
-    assert gone(akv) == [content(akv, i) for i in (3, 6, 9, 12)]
-    # Sent again whole, and with another question: nothing goes twice.
-    for more in ({"role": "user", "content": "and now?"}, {"role": "user", "content": "and then?"}):
-        messages.append(more)
-        reply = chat(api, messages, akv={"session": name}, context_management=clearing(keep=2), cache_salt=name)
-        assert reply.akv["applied_edits"] == []
-        assert reply.akv["replayed_tokens"] == 0
-        assert reply.akv["prefilled_tokens"] < 40
-        assert gone(reply.akv) == gone(akv)
-        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
-
-
 def test_what_was_there_before_goes_before_the_new_tokens_are_computed(api: OpenAI, name: str) -> None:
     first = chat(api, talk(3), akv={"session": name})
     messages = [*talk(3), first.choices[0].message.model_dump(exclude_none=True), calling(3), result(3)]
@@ -277,6 +196,9 @@ def test_the_two_edits_together_as_anthropic_sends_them(api: OpenAI, name: str) 
         ([], "context_management"),
         ({"edit": []}, "context_management.edit"),
         ({"edits": [{"type": "compact"}]}, "context_management.edits[0]"),
+        ({"edits": [{"type": "LastNObservations"}]}, "context_management.edits[0].n"),
+        ({"edits": [{"type": "LastNObservations", "n": 1, "polling": 0}]}, "context_management.edits[0].polling"),
+        ({"edits": [{"type": "DropRepeats", "n": 1}]}, "context_management.edits[0].n"),
         (clearing(keep=-1), "context_management.edits[0].keep.value"),
         ({"edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens"}}]},
          "context_management.edits[0].trigger.value"),
@@ -298,11 +220,52 @@ def test_a_wrong_edit_is_refused_by_name_and_changes_nothing(
 def test_the_guide_shows_what_works(api: OpenAI, name: str) -> None:
     guide = Path(__file__).resolve().parents[1] / "docs" / "context-management.md"
     bodies = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", guide.read_text(), re.DOTALL)]
-    assert ["context_management" in body for body in bodies] == [False, True]
-    for body in bodies:
-        body["akv"]["session"] = name
-        reply = chat(api, talk(4), **body)
-    assert [edit["type"] for edit in reply.akv["applied_edits"]] == ["clear_tool_uses_20250919"]
+    applied = []
+    for i, body in enumerate(bodies):
+        body["akv"]["session"] = f"{name}-{i}"
+        edits = chat(api, talk(4), **body).akv["applied_edits"]
+        applied.append([(edit["type"], edit["cleared_tool_uses"]) for edit in edits])
+    assert applied == [[], [("clear_tool_uses_20250919", 3)], [("LastNObservations", 1)]]
+
+
+POLICIES: list[Any] = [
+    LastNObservations(1),
+    LastNObservations(1, polling=3),
+    RollingDrop(400),
+    DropRepeats(),
+    DropThinking(0),
+    ClearToolUsesEdit(trigger=0, keep=1, clear_at_least=10, clear_tool_inputs=True),
+    ClearToolUsesEdit(trigger=0, keep=0, exclude_tools=["sh"]),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_a_policy_by_its_name_does_what_it_does_in_the_sdk(api: OpenAI, name: str, policy: Any) -> None:
+    messages = [SYSTEM, TASK]
+    for i in range(5):
+        text = tagged(f"obs-{i}", "the same 2 passed" if i % 2 else f"output {i}: 2 passed")
+        messages += [{**calling(i), "content": f"<think>step {i}</think>"}, result(i, text)]
+    messages += [calling(5), result(5, "not marked")]
+    edit = {"type": type(policy).__name__, **asdict(policy)}
+    akv = chat(api, messages, akv={"session": name}, context_management={"edits": [edit]}).akv
+    before = [MessageSpan.model_validate(span) for span in akv["spans"][: len(messages)]]
+    drops = decide(policy, Context(messages, before))
+    assert gone(akv) == spans_of(drops)
+    assert bool(drops) == (policy != POLICIES[-1])
+    freed = sum(end - start for start, end in gone(akv))
+    assert [(e["type"], e["cleared_input_tokens"]) for e in akv["applied_edits"]] == [(edit["type"], freed)] * bool(
+        drops
+    )
+
+
+def test_edits_of_both_kinds_see_what_those_before_them_left(api: OpenAI, name: str) -> None:
+    """Anthropic's edit speaks of every tool result, a policy of AKV only of those that are marked."""
+    messages = [*talk(3), calling(3), result(3, akv={"ephemeral": True}), calling(4), result(4)]
+    edits = [{"type": "LastNObservations", "n": 0}, *clearing(keep=3)["edits"]]
+    reply = chat(api, messages, akv={"session": name}, context_management={"edits": edits})
+    assert gone(reply.akv) == [content(reply.akv, i) for i in (3, 5, 9)]
+    applied = {edit["type"]: edit["cleared_tool_uses"] for edit in reply.context_management["applied_edits"]}
+    assert applied == {"LastNObservations": 1, "clear_tool_uses_20250919": 2}
 
 
 def test_tags_of_swe_agent_reach_the_policies_of_a_session(server: Server) -> None:
@@ -327,6 +290,40 @@ def test_a_text_completion_says_that_it_has_no_edits(client: httpx.Client) -> No
 
 
 # --- what may never go, said by JSON ----------------------------------------------------------------------------------
+
+
+ALL_MARKED = {"edits": [{"type": "LastNObservations", "n": 0}]}
+LOOK: JSON = {"role": "user", "content": "OBSERVATION: a.py b.py c.py"}
+
+
+@pytest.mark.parametrize(
+    ("message", "marks", "cut"),
+    [
+        ({**LOOK, "content": 'ls: <ephemeral_observation id="ls">a.py b.py</ephemeral_observation>'}, [], "block"),
+        ({**LOOK, "akv": {"ephemeral": True, "keep_head": 3, "keep_tail": 2}}, [], (3, 2)),
+        ({**LOOK, "tags": ["remove_output"]}, [], (0, 0)),
+        (LOOK, [{"message": 4, "ephemeral": True}], (0, 0)),
+        (result(1), [{"message": 4, "tool_call_id": "c1", "ephemeral": True, "keep_tail": 4}], (0, 4)),
+        (LOOK, "span", (2, 1)),
+        (result(1), [], None),
+        ({**LOOK, "tags": ["keep_output"], "akv": {"ephemeral": True}}, [], None),
+    ],
+    ids=["tags", "akv", "remove_output", "message", "tool_call_id", "span", "unmarked", "keep_output"],
+)
+def test_each_way_to_mark_an_observation(api: OpenAI, name: str, message: JSON, marks: Any, cut: Any) -> None:
+    messages = [*talk(1)[:2], LOOK, calling(1), message, {"role": "user", "content": "go on"}]
+    start, end = content(chat(api, messages, max_tokens=0).akv, 4)
+    if marks == "span":
+        marks = [{"span": [start + 2, end - 1], "ephemeral": True}]
+    akv = chat(api, messages, akv={"session": name, "marks": marks}, context_management=ALL_MARKED).akv
+    if cut == "block":
+        (block,) = akv["spans"][4]["blocks"]
+        want = [(block["start"], block["end"])]
+        assert block["id"] == "ls" and start < block["start"] < block["end"] < end
+    else:
+        want = [] if cut is None else [(start + cut[0], end - cut[1])]
+    assert gone(akv) == want
+    assert akv["warnings"] == []
 
 
 def test_marks_tags_and_the_message_itself_say_what_stays(api: OpenAI, name: str) -> None:
@@ -407,119 +404,6 @@ def test_policies_of_the_client_reach_reasoning_and_arguments(server: Server) ->
         assert session.apply(DropThinking(keep=1)) is None
 
 
-# --- the pains, end to end --------------------------------------------------------------------------------------------
-
-
-def test_calls_that_nobody_answered_poison_nothing(api: OpenAI, name: str) -> None:
-    """(d): unanswered calls, orphaned results and repeated ids. Only whole pairs go, and the run goes on."""
-    messages = [
-        SYSTEM,
-        TASK,
-        calling(0),
-        calling(0),
-        result(0),
-        result(9),
-        calling(1),
-        result(1),
-        calling(2),
-        result(2),
-    ]
-    management = clearing(keep=1, clear_tool_inputs=True)
-    akv = chat(api, messages, max_tokens=0, akv={"session": name}, context_management=management).akv
-    inputs = {s["message"]: (b["start"], b["end"]) for s in akv["spans"] for b in s["blocks"]}
-    assert sorted(inputs) == [2, 3, 6, 8]
-    assert sorted(gone(akv)) == sorted([inputs[3], content(akv, 4), inputs[6], content(akv, 7)])
-    messages += [{"role": "user", "content": "go on"}]
-    after = chat(api, messages, akv={"session": name}, context_management=management).akv
-    assert after["warnings"] == []
-    assert gone(after) == gone(akv)
-
-
-def test_after_a_drop_the_rest_still_comes_from_the_cache(api: OpenAI, client: httpx.Client, name: str) -> None:
-    """(f): the cached tokens are all that is left of the prompt, not 0."""
-    messages = talk(4)
-    first = chat(api, messages, akv={"session": name})
-    messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
-    reply = chat(api, messages, akv={"session": name}, context_management=clearing(keep=1))
-    num_cleared = reply.akv["applied_edits"][0]["cleared_input_tokens"]
-    details = reply.usage.prompt_tokens_details
-    assert details.cached_tokens == first.akv["stream_tokens"] - num_cleared
-    assert details.cached_tokens + reply.akv["prefilled_tokens"] == reply.usage.prompt_tokens
-    # By the ops route, too, and by messages and spans alone.
-    start, end = content(reply.akv, 9)
-    dropped = client.post("/v1/cache/drop", json={"session": name, "spans": [[start, end]]}).json()
-    assert dropped["changed"] == end - start
-    messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
-    last = chat(api, messages, akv={"session": name}, context_management=clearing(keep=1))
-    assert last.akv["applied_edits"] == []
-    assert last.usage.prompt_tokens_details.cached_tokens == dropped["visible_tokens"]
-
-
-def test_a_block_that_moves_costs_itself_or_is_named(api: OpenAI, name: str) -> None:
-    """(g): a part that moves between requests. At the end it alone is computed anew; elsewhere it is named."""
-    memory: JSON = {"role": "user", "content": "what I remember: the tests need a database " * 2}
-    head = talk(2)
-    first = chat(api, [*head, memory], max_tokens=0, akv={"session": name})
-    longer = [*head, calling(2), result(2)]
-    second = chat(api, [*longer, memory], akv={"session": name})
-    assert second.akv["warnings"] == [
-        f"stream_diverged: messages[6] differs from the session's, which goes on from token {_common(first, second)}"
-    ]
-    assert second.akv["prefilled_tokens"] <= second.akv["stream_tokens"] - first.akv["spans"][6]["start"]
-    # At the end of every request, behind all that stays, the part costs itself and what is new.
-    longest = [*longer, memory, second.choices[0].message.model_dump(exclude_none=True), memory]
-    third = chat(api, longest, akv={"session": name})
-    assert third.akv["warnings"] == []
-    assert third.akv["prefilled_tokens"] <= third.akv["spans"][10]["end"] - third.akv["spans"][10]["start"] + 20
-
-
-def _common(first: Any, second: Any) -> int:
-    """Where the seventh message parts: both open one, then come different roles."""
-    start = first.akv["spans"][6]["start"]
-    assert second.akv["spans"][6]["start"] == start
-    return int(start) + 1
-
-
-def test_what_is_read_again_is_not_cleared_again(api: OpenAI, name: str) -> None:
-    """(i), and (h): a file cleared by count and read anew stays, and the reply's spans say what the model sees."""
-    text = "def test(): assert 1 + 1 == 2 " * 3
-    management = clearing(keep=1)
-    messages = [SYSTEM, TASK, calling(0, path="a.py"), result(0, text), calling(1), result(1)]
-    first = chat(api, messages, akv={"session": name}, context_management=management)
-    assert gone(first.akv) == [content(first.akv, 3)]
-    messages += [first.choices[0].message.model_dump(exclude_none=True), calling(2, path="a.py"), result(2, text)]
-    for i in range(3, 8):
-        messages += [calling(i), result(i)]
-        reply = chat(api, messages, akv={"session": name}, context_management=management)
-        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
-        assert content(reply.akv, 8) not in gone(reply.akv), "read again after it went: it is in use"
-        # A cache of reads asks this before it says "unchanged, see above".
-        seen = {content(reply.akv, m) for m in (3, 8)} - set(gone(reply.akv))
-        assert seen == {content(reply.akv, 8)}
-
-
-def test_one_result_larger_than_everything_is_one_drop_or_a_clear_error(api: OpenAI, server: Server, name: str) -> None:
-    """(j): never a loop. Over the trigger alone it goes once; over the window it is an error, or is never computed."""
-    large = "all work and no play " * 60
-    messages = [SYSTEM, TASK, calling(0), result(0, large)]
-    budget = clearing(keep=0, trigger=200)
-    first = chat(api, messages, akv={"session": name}, context_management=budget)
-    assert first.akv["applied_edits"][0]["cleared_tool_uses"] == 1
-    assert first.akv["visible_tokens"] < 200
-    messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
-    assert chat(api, messages, akv={"session": name}, context_management=budget).akv["applied_edits"] == []
-    huge = result(1, "all work and no play " * 400)
-    messages = [SYSTEM, TASK, calling(1), huge]
-    assert refusal(lambda: chat(api, messages, akv={"session": f"{name}-2"}))[0] == "context_length_exceeded"
-    extras: list[JSON] = [{"akv": {"session": f"{name}-2"}}, {}]
-    for extra in extras:
-        reply = chat(api, messages, context_management=budget, **extra)
-        (op,) = reply.akv["ops"]
-        assert (op["mode"], op["at"]) == ("forget", op["start"])
-        assert reply.akv["stream_tokens"] > server.service.window
-        assert reply.akv["prefilled_tokens"] < 200, "it was never computed"
-
-
 def test_a_client_and_the_server_agree_on_what_was_dropped(server: Server, api: OpenAI, name: str) -> None:
     """An SDK policy on a session on which server edits ran before: what one dropped the other does not drop again."""
     with akv_sdk.Client(server.url, timeout_s=60) as client:
@@ -535,100 +419,3 @@ def test_a_client_and_the_server_agree_on_what_was_dropped(server: Server, api: 
         spans = [MessageSpan.model_validate(span) for span in session.spans]
         assert [(op.start, op.end) for op in ops] == [(spans[m].content_start, spans[m].content_end) for m in (3, 5)]
         session.delete()
-
-
-# --- repos: "auto" ----------------------------------------------------------------------------------------------------
-
-
-def gapped(spans: list[tuple[int, int, int]], *, repos: bool) -> Stream:
-    """A stream that grows to each `at` and drops `[start, end)` there."""
-    stream = Stream()
-    for at, start, end in spans:
-        stream = replace(stream, tokens=list(range(at)))
-        stream = streams.drop(stream, streams.named_spans(stream, [(start, end)]), repos=repos, forget=False).stream
-    return replace(stream, tokens=list(range(200)))
-
-
-def positions(stream: Stream) -> dict[int, int]:
-    """Of the visible tokens, by index."""
-    return {i: i + segment.shift for segment in stream.layout.segments for i in range(segment.start, segment.end)}
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 60), st.integers(0, 20)), max_size=6))
-def test_gaps_closed_late_leave_tokens_where_gaps_closed_at_once_do(drawn: list[tuple[int, int, int]]) -> None:
-    spans, at = [], 20
-    for growth, start, length in drawn:
-        at += growth
-        spans.append((at, min(start, at), min(start + length, at)))
-    late = streams.close_gaps(gapped(spans, repos=False), 0)
-    once = gapped(spans, repos=True)
-    assert positions(late.stream) == positions(once)
-    assert late.stream.layout.next_position == once.layout.next_position == once.layout.num_visible
-    assert streams.close_gaps(late.stream, 0).applied == []
-
-
-def test_a_gap_that_a_repos_made_stays_and_what_was_dropped_comes_back() -> None:
-    stream = replace(Stream(), tokens=list(range(100)))
-    stream = streams.drop(stream, streams.named_spans(stream, [(10, 20), (20, 30)]), repos=False, forget=False).stream
-    stream = streams.reposition(stream, 50, None, 7).stream
-    closed = streams.close_gaps(stream, 0).stream
-    assert [s[:3] for s in closed.layout.segments] == [(0, 10, 0), (30, 50, -20), (50, 100, -13)]
-    for span in ((20, 30), (10, 20)):
-        closed = streams.restore(closed, streams.named_spans(closed, [span]), repos=True).stream
-    assert [s[:3] for s in closed.layout.segments] == [(0, 50, 0), (50, 100, 7)]
-
-
-def test_auto_leaves_gaps_and_the_request_that_needs_the_room_closes_them_all(
-    client: httpx.Client, server: Server, name: str
-) -> None:
-    def complete(num_tokens: int) -> JSON:
-        body = {"prompt": list(range(3, 203)) * (num_tokens // 200), "max_tokens": 0, "akv": {"session": name}}
-        return dict(client.post("/v1/completions", json=body).json()["akv"])
-
-    def drop(start: int, end: int) -> JSON:
-        body = {"session": name, "spans": [[start, end]], "repos": "auto"}
-        return dict(client.post("/v1/cache/drop", json=body).json())
-
-    assert server.service.window == 2048
-    complete(1000)
-    for start in (100, 300):
-        assert [op["repos"] for op in drop(start, start + 150)["applied"]] == [False]
-    at_1400 = complete(1400)
-    assert (at_1400["next_position"], at_1400["visible_tokens"]) == (1400, 1100)
-    at_1600 = complete(1600)  # 3/4 of 2048 are 1536
-    assert (at_1600["next_position"], at_1600["visible_tokens"]) == (1300, 1300)
-    assert [(op["op"], op["at"], op["start"], op["delta"]) for op in at_1600["ops"][2:]] == [
-        ("repos", 1400, 250, -150), ("repos", 1400, 450, -150),
-    ]  # fmt: skip
-    # A drop that comes when the room is used closes what was left open before it, too.
-    assert [op["repos"] for op in drop(500, 550)["applied"]] == [False]
-    complete(1800)
-    assert complete(2000)["next_position"] == 1650
-    applied = drop(600, 700)["applied"]
-    assert [(op["op"], op["start"], op["repos"], op["delta"]) for op in applied] == [("drop", 600, True, 0)]
-    # The history says what was done: another session that is given it has the same layout.
-    ops = client.get(f"/v1/cache/sessions/{name}").json()["ops"]
-    tokens = list(range(3, 203)) * 10
-    body = {"prompt": tokens, "max_tokens": 0, "akv": {"session": f"{name}-2", "ops": ops}}
-    copy = client.post("/v1/completions", json=body).json()["akv"]
-    assert (copy["ops"], copy["next_position"], copy["prefilled_tokens"]) == (ops, 1550, 0)
-
-
-def test_auto_and_a_client_that_drops_when_the_room_is_used(client: httpx.Client, name: str) -> None:
-    def call(route: str, **body: Any) -> JSON:
-        return dict(client.post(route, json=body).json())
-
-    call("/v1/completions", prompt=list(range(3, 253)) * 6, max_tokens=0, akv={"session": name})
-    call("/v1/cache/drop", session=name, spans=[[100, 200]], repos=False)
-    open_gap = call("/v1/completions", prompt=list(range(3, 253)) * 6 + [7] * 100, max_tokens=0, akv={"session": name})
-    assert open_gap["akv"]["next_position"] == 1600, "nobody said auto yet"
-    call("/v1/completions", prompt=list(range(3, 253)) * 6, max_tokens=0, akv={"session": name})
-    call("/v1/cache/drop", session=name, spans=[[300, 400]], repos="auto")
-    call("/v1/completions", prompt=list(range(3, 253)) * 6 + [7] * 30, max_tokens=0, akv={"session": name})
-    call("/v1/cache/repos", session=name, start=1530, end=None, delta=10)
-    done = call("/v1/cache/drop", session=name, spans=[[500, 600]], repos="auto")
-    assert [(op["op"], op["start"], op["end"], op["delta"]) for op in done["applied"]] == [
-        ("drop", 500, 600, 0), ("repos", 200, None, -100), ("repos", 400, None, -100),
-    ]  # fmt: skip
-    assert done["changed"] == 100
-    assert done["next_position"] == done["visible_tokens"] + 10

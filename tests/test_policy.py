@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from akv_sdk import (
+    CacheOrSummarise,
     ClearToolUsesEdit,
     Context,
     ContextEdits,
@@ -243,10 +244,24 @@ def test_a_tag_alone_marks_an_observation():
     assert (drop.target.text, drop.reason) == ("big", "tagged remove_output")
 
 
-@pytest.mark.parametrize("fields", [{"n": -1}, {"n": 1, "polling": 0}])
-def test_a_policy_refuses_less_than_none(fields):
-    with pytest.raises(ValueError, match="is less than"):
-        LastNObservations(**fields)
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        (LastNObservations, {"n": -1}),
+        (LastNObservations, {"n": 1, "polling": 0}),
+        (RollingDrop, {"window_tokens": -1}),
+        (DropThinking, {"keep": -1}),
+        (ClearToolUsesEdit, {"keep": -1}),
+        (ClearToolUsesEdit, {"trigger": -1}),
+        (ClearToolUsesEdit, {"clear_at_least": -1}),
+        (CacheOrSummarise, {"threshold_tokens": -1, "summarise": None}),
+        (CacheOrSummarise, {"threshold_tokens": 1, "summarise": None, "keep_messages": -1}),
+    ],
+)
+def test_a_policy_refuses_less_than_none(policy, fields):
+    (bad,) = (name for name, value in fields.items() if value in (-1, 0))
+    with pytest.raises(ValueError, match=f"^{bad}: {fields[bad]} is less than"):
+        policy(**fields)
 
 
 # --- budgets and repeats ----------------------------------------------------------------------------------------------

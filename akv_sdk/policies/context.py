@@ -216,6 +216,13 @@ def decide(policy: Policy, context: Context) -> list[Drop]:
     return sorted(kept, key=lambda drop: drop.target.start)
 
 
+def check_at_least(least: int, **arguments: int) -> None:
+    """Raises ValueError that names the argument which is less."""
+    for name, value in arguments.items():
+        if value < least:
+            raise ValueError(f"{name}: {value} is less than {least}")
+
+
 def spans_of(drops: Iterable[Drop]) -> list[Span]:
     """What the drops take, as disjoint spans in stream order."""
     return union(part for drop in drops for part in drop.target.parts)

@@ -1,7 +1,7 @@
-"""Policies with the names and rules of LangChain's and Anthropic's context editing.
+"""Policies with the names and rules of LangChain's and Anthropic's context editing, and every policy as JSON.
 
-Knows the context and the JSON models of Anthropic's edits. Theirs is a rewritten prompt with a placeholder, made anew
-on each request; here the tokens go once, the text stays, and a placeholder serves as the reason in a note.
+Knows the context, the other policies and the JSON models of edits. Theirs is a rewritten prompt with a placeholder,
+made anew on each request; here the tokens go once, the text stays, and a placeholder serves as the reason in a note.
 """
 
 from __future__ import annotations
@@ -10,15 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from akv_sdk.policies.context import Context, Drop, Target, decide
-from akv_sdk.types import (
-    AllThinking,
-    AppliedEdit,
-    ClearToolUses20250919,
-    ContextManagement,
-    ThinkingTurns,
-    ToolUses,
-)
+from akv_sdk import types
+from akv_sdk.policies.context import Context, Drop, Policy, Target, check_at_least, decide
+from akv_sdk.policies.observations import DropRepeats, LastNObservations, RollingDrop
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +31,9 @@ class ClearToolUsesEdit:
     exclude_tools: Sequence[str] = ()
     clear_tool_inputs: bool = False
     placeholder: str = "[cleared]"
+
+    def __post_init__(self) -> None:
+        check_at_least(0, trigger=self.trigger, keep=self.keep, clear_at_least=self.clear_at_least)
 
     def select(self, context: Context) -> Iterator[Drop]:
         if context.visible_tokens <= self.trigger:
@@ -58,8 +55,8 @@ class DropThinking:
     keep: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
-        if self.keep != "all" and self.keep < 0:
-            raise ValueError(f"keep: {self.keep} is less than 0")
+        if self.keep != "all":
+            check_at_least(0, keep=self.keep)
 
     def select(self, context: Context) -> Iterator[Drop]:
         thinking = [target for target in context.targets if target.kind == "thinking"]
@@ -72,36 +69,32 @@ class DropThinking:
 
 @dataclass(frozen=True, slots=True)
 class ContextEdits:
-    """Anthropic's `context_management`: its edits in order, each on what those before it left.
+    """A `context_management` object: its edits in order, each on what those before it left.
 
-    An edit over tool uses speaks of every tool result, so for it they all count as marked; one whose marking says
-    `ephemeral: false` does not, and the rest of the guard holds. Here `clear_at_least` is a minimum or nothing: where
-    all that may go comes to less, none of it goes.
+    Anthropic's edit over tool uses speaks of every tool result, so for it they all count as marked; one whose marking
+    says `ephemeral: false` does not, and the rest of the guard holds. Its `clear_at_least` is a minimum or nothing:
+    where all that may go comes to less, none of it goes. An edit that bears the name of a policy is that policy.
     """
 
-    management: ContextManagement
+    management: types.ContextManagement
 
     @classmethod
     def parse(cls, management: Mapping[str, Any]) -> ContextEdits:
         """From the JSON object of a request; raises pydantic.ValidationError, a ValueError, that names the field."""
-        return cls(ContextManagement.model_validate(management))
+        return cls(types.ContextManagement.model_validate(management))
 
     def select(self, context: Context) -> Iterable[Drop]:
-        context = replace(context, tool_results_marked=True)
         drops: list[Drop] = []
         for edit in self.management.edits:
-            if isinstance(edit, ClearToolUses20250919):
-                found = decide(_ClearToolUses(edit), context)
-            else:
-                found = decide(DropThinking(_num_turns(edit.keep)), context)
+            found = decide(_policy_of(edit), context)
             drops += [Drop(drop.target, edit.type) for drop in found]
             context = context.after(found)
         return drops
 
-    def applied_edits(self, drops: Sequence[Drop]) -> list[AppliedEdit]:
+    def applied_edits(self, drops: Sequence[Drop]) -> list[types.AppliedEdit]:
         """What was done, as the reply reports it: one entry for each edit that let something go."""
         return [
-            AppliedEdit(
+            types.AppliedEdit(
                 type=edit_type,
                 cleared_tool_uses=sum(target.kind == "observation" for target in targets),
                 cleared_thinking_turns=len({target.message for target in targets if target.kind == "thinking"}),
@@ -114,11 +107,11 @@ class ContextEdits:
 
 @dataclass(frozen=True, slots=True)
 class _ClearToolUses:
-    edit: ClearToolUses20250919
+    edit: types.ClearToolUses20250919
 
     def select(self, context: Context) -> Iterable[Drop]:
-        edit = self.edit
-        if isinstance(edit.trigger, ToolUses):
+        edit, context = self.edit, replace(context, tool_results_marked=True)
+        if isinstance(edit.trigger, types.ToolUses):
             measured = sum(1 for target in context.observations if target.is_whole)
         else:
             measured = context.visible_tokens
@@ -143,5 +136,18 @@ def _tool_uses(
             yield [target] if called is None else [target, called]
 
 
-def _num_turns(keep: Literal["all"] | ThinkingTurns | AllThinking) -> int | Literal["all"]:
-    return keep.value if isinstance(keep, ThinkingTurns) else "all"
+_OWN: dict[str, type[Policy]] = {
+    kind.__name__: kind for kind in (ClearToolUsesEdit, LastNObservations, RollingDrop, DropThinking, DropRepeats)
+}
+
+
+def _policy_of(edit: types.Edit) -> Policy:
+    if isinstance(edit, types.ClearToolUses20250919):
+        return _ClearToolUses(edit)
+    if isinstance(edit, types.ClearThinking20251015):
+        return DropThinking(_num_turns(edit.keep))
+    return _OWN[edit.type](**edit.model_dump(exclude={"type"}))
+
+
+def _num_turns(keep: Literal["all"] | types.ThinkingTurns | types.AllThinking) -> int | Literal["all"]:
+    return keep.value if isinstance(keep, types.ThinkingTurns) else "all"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from akv_sdk.policies.context import REMOVE_TAG, Context, Drop, Policy, decide
+from akv_sdk.policies.context import REMOVE_TAG, Context, Drop, Policy, check_at_least, decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,8 @@ class LastNObservations:
     polling: int = 1
 
     def __post_init__(self) -> None:
-        if self.n < 0:
-            raise ValueError(f"n: {self.n} is less than 0")
-        if self.polling < 1:
-            raise ValueError(f"polling: {self.polling} is less than 1")
+        check_at_least(0, n=self.n)
+        check_at_least(1, polling=self.polling)
 
     def select(self, context: Context) -> Iterator[Drop]:
         observations = context.observations
@@ -52,8 +50,7 @@ class RollingDrop:
     window_tokens: int
 
     def __post_init__(self) -> None:
-        if self.window_tokens < 0:
-            raise ValueError(f"window_tokens: {self.window_tokens} is less than 0")
+        check_at_least(0, window_tokens=self.window_tokens)
 
     def select(self, context: Context) -> Iterator[Drop]:
         over = context.visible_tokens - self.window_tokens

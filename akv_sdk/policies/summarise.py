@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from inspect import isawaitable
 from typing import Any, Literal
 
-from akv_sdk.policies.context import KEEP_TAG, Context, Drop, Message, Policy, decide, marking_of
+from akv_sdk.policies.context import KEEP_TAG, Context, Drop, Message, Policy, check_at_least, decide, marking_of
 from akv_sdk.policies.observations import RollingDrop
 from akv_sdk.types import AkvReply, Mark, MessageSpan
 
@@ -84,6 +84,9 @@ class CacheOrSummarise:
     summarise: Summariser
     drop: Policy | None = None
     keep_messages: int = 6
+
+    def __post_init__(self) -> None:
+        check_at_least(0, threshold_tokens=self.threshold_tokens, keep_messages=self.keep_messages)
 
     def decide(self, context: Context) -> Decision:
         visible = context.visible_tokens
