@@ -15,7 +15,7 @@ test: $(VENV)/.dev  ## set up and run all tests
 
 test-frameworks: $(FRAMEWORKS)/.ready  ## agent frameworks as they are, against a server (their own environment; ~1 GB)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks
-	$(FRAMEWORKS)/bin/mypy
+	$(FRAMEWORKS)/bin/mypy --cache-dir $(FRAMEWORKS)/.mypy_cache
 
 soak: $(VENV)/.dev  ## the long form of the random tests: 100,000 steps of the cache, 60 kills, ten minutes of load
 	AKV_SOAK=1 $(BIN)/python -m pytest tests/test_cache.py tests/test_journal.py tests/test_load.py

@@ -100,7 +100,7 @@ def test_the_server_is_a_stack():
     graph = {name: imports(path) & set(modules("akv_server")) for name, path in modules("akv_server").items()}
     # what makes tokens of messages is a stack of its own, below those that have streams
     for name, below in {
-        "chat": {"turns", "templates", "blocks", "identity", "tools", "tokenizer", "errors"},
+        "chat": {"calls", "turns", "templates", "blocks", "identity", "tools", "tokenizer", "errors"},
         "turns": {"templates", "blocks", "identity", "errors"},
         "templates": {"errors"},
         "blocks": {"tools"},
@@ -136,3 +136,18 @@ def test_each_library_has_its_place():
     assert users_of("triton", "akv_kernels") <= {
         f"akv_kernels.{name}" for name in ("attention", "pages", "neighbours", "gpu")
     }
+
+
+def test_a_framework_is_imported_by_its_own_integration_alone():
+    """So that importing the SDK imports none."""
+    frameworks = {
+        "agents": {"openai_agents"},
+        "langchain": {"langchain"},
+        "langchain_core": {"langchain"},
+        "openai": {"openai"},
+    }
+    for library, names in frameworks.items():
+        assert users_of(library, "akv_sdk") == {f"akv_sdk.integrations.{name}" for name in names}
+    assert users_of("openai", "akv_sdk", at_run_time=True) == set()  # it only names its types
+    inside = {name for name in modules("akv_sdk") if name.startswith("akv_sdk.integrations")}
+    assert users_of("akv_sdk.integrations", "akv_sdk") <= inside

@@ -110,11 +110,19 @@ class ScriptedServer:
             assert [span.role for span in akv.spans] == [*(m["role"] for m in exchange.messages), "assistant"]
             if usage := exchange.reply.get("usage"):
                 assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] == akv.prefilled_tokens
-            is_later = self.drop_before is not None and i >= self.drop_before
-            assert akv.dropped_tokens == (self.num_dropped if is_later else 0)
+            if self.drop_before is not None:
+                assert akv.dropped_tokens == (self.num_dropped if i >= self.drop_before else 0)
             num_before = akv.stream_tokens
         assert self.drop_before is None or self.num_dropped > 0
         self.server.engine.check()
+
+    def check_observations_are_blocks(self, *visible: bool) -> None:
+        """Every observation of the conversation is a marked block; at the end these are visible, and nothing else is
+        dropped."""
+        akv = self.exchanges[-1].akv
+        blocks = [block for span in akv.spans for block in span.blocks if block.kind == "observation"]
+        assert [block.visible for block in blocks] == list(visible)
+        assert akv.dropped_tokens == sum(block.end - block.start for block in blocks if not block.visible) > 0
 
 
 @contextmanager

@@ -82,3 +82,11 @@ def test_the_check_sees_an_answer_that_is_not_known_again(models: dict[str, Load
         run(agent, session=None)
     with pytest.raises(AssertionError):
         agent.check_each_turn_prefills_only_what_is_new()
+
+
+def test_the_example(models: dict[str, LoadedModel], run_example: Any) -> None:
+    with scripted(models["plain"], ANSWERS, drop_before=None) as agent:
+        output = run_example("agent_openai.py", agent)
+    agent.check_each_turn_prefills_only_what_is_new()
+    agent.check_observations_are_blocks(False, False, False, True, True)
+    assert output.strip().endswith("It is done.")
