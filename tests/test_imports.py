@@ -145,6 +145,7 @@ def test_a_framework_is_imported_by_its_own_integration_alone():
         "langchain": {"langchain"},
         "langchain_core": {"langchain"},
         "openai": {"openai"},
+        "pydantic_ai": {"pydantic_ai"},
     }
     for library, names in frameworks.items():
         assert users_of(library, "akv_sdk") == {f"akv_sdk.integrations.{name}" for name in names}

@@ -2,8 +2,8 @@
 
     agent = Agent(model, tools=tools, capabilities=[AkvCapability(akv_client, policy)])
 
-`model` is an `OpenAIChatModel` whose `base_url` is the AKV server's. A session is named after its conversation, so a run
-that goes on with the messages of an earlier one (`message_history`) goes on in its session.
+`model` is an `OpenAIChatModel` whose `base_url` is the AKV server's. A session has the name of its conversation, so a
+run that goes on with the messages of an earlier one (`message_history`) goes on in its session.
 """
 
 from __future__ import annotations

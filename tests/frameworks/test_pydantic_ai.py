@@ -1,4 +1,4 @@
-"""pydantic-ai: splits an answer into parts (its reasoning is one) and writes the conversation anew from them each turn."""
+"""pydantic-ai: takes an answer apart (its reasoning is a part) and writes it anew each turn."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_capability(loaded: LoadedModel) -> None:
 
     async def run() -> None:
         async with akv_sdk.AsyncClient(server.root) as client:
-            policy = akv_sdk.InTurn(akv_sdk.DropRepeats(), akv_sdk.RollingDrop(10**6))
+            policy = akv_sdk.DropRepeats()
             agent = Agent(
                 model_of(server),
                 system_prompt="You code.",
