@@ -27,6 +27,7 @@ from akv_bench.trajectories import Trajectory, read
 from rich.console import Console
 
 from akv_sdk import Client, InvalidRequest
+from akv_sdk.policies.context import dropped_spans, subtract
 from akv_server import streams
 from tests.models import tiny_model
 from tests.rival import rival_server
@@ -256,6 +257,23 @@ def test_ops_hold_from_where_the_agent_had_spoken(server, tmp_path):
     ends = {span.end: span.message for span in spans if span.role == "assistant"}
     assert scene.ops
     assert all((op.start, op.end) in outputs and ends[op.at] > outputs[op.start, op.end] for op in scene.ops)
+
+
+@pytest.mark.parametrize("key", ["akv-repos", "truncation"])
+def test_whole_messages_go_where_observations_are_not_enough(server, tmp_path, key):
+    trajectory = salted(read(recorded(tmp_path, "yz", 9)), key)
+    group, scenes = replayed(server.url, key, trajectory, 500)
+    turns = group.runs[0].turns
+    assert not group.failures and len(turns) == 9
+    assert max(turn.visible_tokens for turn in turns) <= 500
+    if key == "akv-repos":
+        prompt = turns[-1].stream_tokens - turns[-1].generated_tokens
+        assert group.prefilled_tokens + turns[0].reused_tokens == prompt
+        with Client(server.url) as client:
+            spans = client.render(scenes[-1].prompt).spans
+        gone = dropped_spans(scenes[-1].ops)
+        assert spans[2].role == "assistant" and subtract((spans[2].start, spans[2].end), gone) == []
+        assert gone[0][0] == spans[1].end
 
 
 def test_failures_are_reported_as_failures(server, tmp_path):

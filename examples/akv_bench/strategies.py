@@ -17,7 +17,7 @@ from akv_bench.lengths import Lengths
 from akv_bench.measure import Stopwatch, Turn
 from akv_bench.trajectories import Message
 from akv_sdk import AkvError, Context, Mark, MessageSpan, Op, RollingDrop, decide
-from akv_sdk.policies.context import spans_of
+from akv_sdk.policies.context import measure, spans_of, subtract, union
 from akv_sdk.policies.summarise import REQUEST, SUMMARY_OPENING, groups
 
 SUMMARY_TOKENS = 160
@@ -172,7 +172,8 @@ def cleared(messages: Sequence[Message], which: Container[int]) -> list[Message]
 
 class Akv:
     """The prompt is append-only. Past the budget the oldest observations are dropped from the cache, just as many as
-    have to go; `repos` closes the gaps, so that positions do not run out. The op travels with the request."""
+    have to go, and once there are none, the oldest messages behind the task; `repos` closes the gaps, so that positions
+    do not run out. The ops travel with the request."""
 
     def __init__(
         self,
@@ -190,7 +191,8 @@ class Akv:
         self._endpoint, self._lengths, self._limits = endpoint, lengths, limits
         self._observations, self._session, self._repos = observations, session, repos
         self._messages: list[Message] = []
-        self._spans: list[MessageSpan] = []  # of these, once they were sent
+        self._num_head = 0
+        self._spans: list[MessageSpan] = []  # of the messages, once they were sent
         self._ops: list[Op] = []
 
     @property
@@ -206,6 +208,8 @@ class Akv:
         watch = Stopwatch()
         if self._spans:
             self._ops = [*self._ops, *self._drops(new)]
+        else:
+            self._num_head = len(new)
         self._messages = [*self._messages, *new]
         akv = {"session": self._session, "ops": [op.model_dump(mode="json") for op in self._ops]}
         reply = await self._endpoint.chat(self._messages, max_tokens=self._limits.max_tokens, watch=watch, akv=akv)
@@ -225,8 +229,15 @@ class Akv:
         sent = range(len(self._messages))
         marks = tuple(Mark(message=i, ephemeral=True) for i in sorted(self._observations) if i in sent)
         context = Context(self._messages, self._spans, self._ops, marks)
-        drops = decide(RollingDrop(max(0, room)), context)
-        return [Op(op="drop", at=at, start=start, end=end, repos=self._repos) for start, end in spans_of(drops)]
+        going = spans_of(decide(RollingDrop(max(0, room)), context))
+        over = context.visible_tokens - measure(going) - room
+        for span in self._spans[self._num_head :]:
+            if over <= 0:
+                break
+            left = subtract((span.start, span.end), [*context.dropped, *going])
+            over -= measure(left)
+            going = union([*going, *left])
+        return [Op(op="drop", at=at, start=start, end=end, repos=self._repos) for start, end in going]
 
 
 Make = Callable[[Endpoint, Lengths, Limits, frozenset[int], str], OpenStrategy]
