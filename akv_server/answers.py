@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import product
 
+from akv_server.call_formats import parser_of
+from akv_server.calls import Call, Parser
 from akv_server.chat import Chat, Piece, Rendered
 from akv_server.errors import AkvError
 from akv_server.generation import TextOut
 from akv_server.identity import Message, normalise_for_matching
-from akv_server.tools import Call, Function, Parser
+from akv_server.tools import Function
 
 
 def claimed_ids(message: Message) -> list[int]:
@@ -50,9 +52,9 @@ def claimed_piece(
     # Without a parser a mark would leave no trace in the text.
     with_calls = [False] * (not special) + [True] * bool(functions)
     for has_calls, until in product(with_calls, dict.fromkeys([(), stops])):
-        parser = Parser(chat.call_format, functions, many=True, is_thinking=opened.is_thinking) if has_calls else None
-        text = _read(chat, ids, until, parser)
-        calls = parser.calls if parser else ()
+        parser = parser_of(chat.call_format, functions, many=True, is_thinking=opened.is_thinking)
+        text = _read(chat, ids, until, parser if has_calls else None)
+        calls = parser.calls
         if text is not None and identity_of(text, calls) == identity:
             for call, sent in zip(calls, message.get("tool_calls") or (), strict=True):
                 call.id = sent.get("id") or call.id

@@ -24,11 +24,12 @@ from itertools import takewhile
 from jinja2 import TemplateError
 
 from akv_server.blocks import Block, CallRange, TextTokens, find_observations, find_thoughts
+from akv_server.calls import Call
 from akv_server.errors import AkvError
 from akv_server.identity import Message
 from akv_server.templates import Template
 from akv_server.tokenizer import Tokenizer
-from akv_server.tools import EXAMPLE_CALL, MARKERS, THINK_OPENING, Call, CallFormat, format_of
+from akv_server.tools import EXAMPLE_CALL, MARKERS, THINK_OPENING, CallFormat, format_of
 from akv_server.turns import Escape, Turns
 
 _CACHED_CHARS = 4_000_000

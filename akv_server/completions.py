@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from akv_sdk import types
 from akv_server import auto_drop, replies, streams
 from akv_server.attention import Attention
+from akv_server.call_formats import parser_of
+from akv_server.calls import Parser
 from akv_server.chat import Chat
 from akv_server.edits import Management
 from akv_server.errors import AkvError
@@ -27,7 +29,6 @@ from akv_server.requests import ChatBody, CompletionBody
 from akv_server.sessions import DAY_S, MAX_SESSIONS, Cache, Sessions, Turn
 from akv_server.streams import Stream
 from akv_server.tokenizer import Tokenizer
-from akv_server.tools import Parser
 
 LARGE_CHARS = 2**18  # half a second's work
 MakeConstraint = Callable[[], Constraint]
@@ -175,7 +176,7 @@ class Completions:
         use, written, is_thinking = prompt.shape.use, prompt.shape.written, prompt.shape.is_thinking
 
         def parser() -> Parser:
-            return Parser(written, use.functions, many=use.many, is_thinking=is_thinking)
+            return parser_of(written, use.functions, many=use.many, is_thinking=is_thinking)
 
         is_scored = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
         stop_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else prompt.stop_ids)

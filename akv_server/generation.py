@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from akv_server.attention import Attention
+from akv_server.calls import Call, CallDelta, Parser
 from akv_server.grammar import Constraint
 from akv_server.metrics import RequestMetrics, Watch
 from akv_server.ops import Timeline
 from akv_server.sampler import SamplingParams
 from akv_server.scheduler import GeneratedToken, Outcome, Request
 from akv_server.tokenizer import Tokenizer
-from akv_server.tools import Call, CallDelta, Parser, overlap
+from akv_server.values import overlap
 
 
 class Runs(Protocol):

@@ -21,17 +21,27 @@ from numpy.typing import NDArray
 from akv_server.errors import AkvError
 from akv_server.tokenizer import Tokenizer
 from akv_server.tools import (
+    ARGS,
+    CALL_ID,
     CLOSING,
+    FUNCTION,
+    FUNCTION_END,
     HERMES,
     NO_TOOLS,
     OPENING,
+    PARAMETER,
+    PARAMETER_END,
+    PYTHON_END,
+    PYTHON_START,
     PYTHON_TAG,
     THINK_CLOSING,
     THINK_OPENING,
+    TOOL_CALLS,
     CallFormat,
     Function,
     ToolUse,
 )
+from akv_server.values import types_of
 
 Schema = dict[str, Any]
 
@@ -41,6 +51,10 @@ _MAX_GRAMMARS = 64  # kept compiled
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ON_LINES = {"whitespace_pattern": r"(\n[ ]{0,32}|[ ])?"}
 _REST = r"/(.|\n)*/"
+_ID = "/[a-zA-Z0-9]{9}/"
+_SHARED = ("$defs", "definitions")
+# What may be said of a string and is kept where it stands as a bare text.
+_HELD_IN_TEXT = frozenset({"type", "minLength", "maxLength", "title", "description", "default", "examples", *_SHARED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,69 +192,120 @@ class _Writer:
         shape = self._shape
         if shape.schema is not None:
             return _json(shape.schema, _ON_LINES, lenient=not shape.is_strict)
-        # what is not a call; in the Hermes format it may have calls in it, see there
-        first = {"hermes": None, "json": "{", "pythonic": "["}[shape.written.style]
-        return '""' if first is None else rf"/(\s*[^\s\{first}](.|\n)*)?/"
+        first = {"json": "{", "pythonic": "["}.get(shape.written.style)
+        if first is None:  # marked calls may stand anywhere in a text, see `_calls`
+            return '""'
+        return rf"/(\s*[^\s\{first}](.|\n)*)?/"
 
     def _calls(self) -> str:
         """The rule of an answer that calls."""
         shape, required = self._shape, self._shape.use.choice == "required"
         one = self._add("call", " | ".join(self._call(i, f) for i, f in enumerate(shape.use.functions)))
         style = shape.written.style
+        if style in ("json", "pythonic"):
+            calls = self._several(one, "; ") if style == "json" else f'"[" {self._several(one, ", ")} "]"'
+            if PYTHON_TAG in self._tokenizer.special:
+                calls = f"({self._mark(PYTHON_TAG)})? {calls}"
+            if PYTHON_START in self._tokenizer.special:
+                calls = f"{calls} | {self._mark(PYTHON_START)} {calls} {self._mark(PYTHON_END)}"
+            return self._add("calls", calls)
+        if style in ("hermes", "xml"):
+            opening, marked, between = OPENING, f'"\\n" {one} "\\n" {self._mark(CLOSING)}', "\n"
+        else:
+            opening, marked, between = TOOL_CALLS, one, ""
+        if style == "mistral_list":
+            marked = self._add("list", f'" "? "[" {self._several(one, ", ")} "]"')
+        if not required and shape.schema is None:
+            return self._add("calls", f"({self._until('opened', opening)} {marked})* REST")
+        marked = self._add("marked", f"{self._mark(opening)} {marked}")
+        return self._add("calls", marked if style == "mistral_list" else self._several(marked, between))
 
-        def several(call: str, between: str) -> str:
-            return f"{call} ({_quoted(between)} {call}){{0,{MAX_CALLS - 1}}}" if shape.use.many else call
-
-        if style == "hermes":
-            tags = f'"\\n" {one} "\\n" {self._mark(CLOSING)}'
-            if not required and shape.schema is None:
-                opened = self._until("opened", OPENING)
-                return self._add("calls", f"({opened} {tags})* REST")
-            tagged = self._add("tagged", f"{self._mark(OPENING)} {tags}")
-            return self._add("calls", several(tagged, "\n"))
-        if style == "json":
-            tag = f"({self._mark(PYTHON_TAG)})? " if PYTHON_TAG in self._tokenizer.special else ""
-            return self._add("calls", tag + several(one, "; "))
-        return self._add("calls", f'"[" {several(one, ", ")} "]"')
+    def _several(self, call: str, between: str) -> str:
+        another = f"{_quoted(between)} {call}" if between else call
+        return f"{call} ({another}){{0,{MAX_CALLS - 1}}}" if self._shape.use.many else call
 
     def _call(self, i: int, function: Function) -> str:
         is_held = function.is_strict or self._shape.use.choice == "required"
         schema = _closed(function.parameters) if is_held else {"type": "object"}
         lenient = not function.is_strict
-        written = self._shape.written
+        written, name = self._shape.written, function.name
         if written.style == "pythonic":
-            return self._add(f"call_{i}", f'{_quoted(function.name + "(")} {self._keywords(i, schema, lenient)} ")"')
-        head = f'{{"name": {json.dumps(function.name)}, "{written.key}": '
-        return self._add(f"call_{i}", f'{_quoted(head)} {_json(schema, _AS_TEMPLATES_WRITE, lenient=lenient)} "}}"')
+            return self._add(f"call_{i}", f'{_quoted(name + "(")} {self._keywords(i, schema, lenient)} ")"')
+        if written.style == "xml":
+            parameters = self._parameters(i, schema, lenient)
+            return self._add(f"call_{i}", f"{_quoted(f'{FUNCTION}{name}>')} {parameters} {_quoted(FUNCTION_END)}")
+        arguments = _json(schema, _AS_TEMPLATES_WRITE, lenient=lenient)
+        if written.style == "mistral_args":
+            head = f"{_quoted(name)} ({self._mark(CALL_ID)} {_ID})? ({self._mark(ARGS)})?"
+            return self._add(f"call_{i}", f"{head} {arguments}")
+        head = _quoted(f'{{"name": {json.dumps(name)}, "{written.key}": ')
+        tail = f'(", \\"id\\": \\"" {_ID} "\\"")? "}}"' if written.style == "mistral_list" else '"}"'
+        return self._add(f"call_{i}", f"{head} {arguments} {tail}")
 
     def _keywords(self, i: int, schema: Schema, lenient: bool) -> str:
         """The arguments of a Python call, in the order of the schema, with values as JSON writes them.
 
         `first_n` is what follows from argument n on where none was written yet, `next_n` where one was.
         """
-        properties = schema.get("properties") or {}
-        required = schema.get("required") or []
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        names = [name for name in properties if name.isidentifier()]
-        beyond = set(schema) & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "minProperties"}
-        unnamed = [name for name in required if name not in names]
-        if beyond or unnamed:
-            what = f"its {min(beyond)}" if beyond else f"the argument {unnamed[0]!r}"
-            param = self._shape.use.functions[i].param
-            message = f"{param}: {what} cannot be enforced where the model writes calls in Python"
-            raise AkvError("invalid_request", message, param=param)
+        named = self._named(i, schema, str.isidentifier, "in Python")
         first = behind = self._add(f"end_{i}", '""')
-        for n, name in reversed(list(enumerate(names))):
-            value = properties[name]
-            value = {**shared, **value} if isinstance(value, dict) else value
+        for n, (name, value, is_required) in reversed(list(enumerate(named))):
             rule = f"{_quoted(name + '=')} {_json(value, _AS_TEMPLATES_WRITE, lenient=lenient)}"
             pair = self._add(f"pair_{i}_{n}", rule)
-            if name in required:
+            if is_required:
                 first, behind = f"{pair} {behind}", f'", " {pair} {behind}'
             else:
                 first, behind = f"{pair} {behind} | {first}", f'(", " {pair})? {behind}'
             first, behind = self._add(f"first_{i}_{n}", first), self._add(f"next_{i}_{n}", behind)
         return first
+
+    def _parameters(self, i: int, schema: Schema, lenient: bool) -> str:
+        """The parameters of a call in tags, in the order of the schema; any where it names none and is open."""
+        line_end = _quoted("\n")
+        if schema == {"type": "object"}:
+            rules = ["NAME: /[^<>\\n]+/", f"VALUE: {_text_value()}"]
+            self._rules += [rule for rule in rules if rule not in self._rules]
+            return f'{line_end} ({_quoted(PARAMETER)} NAME ">\\n" VALUE)*'
+        rules = [line_end]
+        for n, (name, value, is_required) in enumerate(self._named(i, schema, _is_tag, "in tags")):
+            rule = f"{_quoted(f'{PARAMETER}{name}>')} {line_end} {self._tagged_value(i, n, value, lenient)}"
+            pair = self._add(f"pair_{i}_{n}", rule)
+            rules.append(pair if is_required else f"({pair})?")
+        return " ".join(rules)
+
+    def _tagged_value(self, i: int, n: int, schema: Any, lenient: bool) -> str:
+        """A value up to and with the end of its tag: what a string says as it stands, all else as JSON."""
+        end = _quoted(f"\n{PARAMETER_END}\n")
+        types = types_of(schema, schema if isinstance(schema, dict) else {})
+        if types is not None and "string" not in types:
+            return f"{_json(schema, _AS_TEMPLATES_WRITE, lenient=lenient)} {end}"
+        schema = schema if isinstance(schema, dict) else {}
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            return f"({' | '.join(map(_quoted, texts))}) {end}"
+        if not lenient and not schema.keys() <= _HELD_IN_TEXT:
+            param = self._shape.use.functions[i].param
+            message = f"{param}: more than a text's length cannot be enforced where the model writes calls in tags"
+            raise AkvError("invalid_request", message, param=param)
+        self._rules.append(f"VALUE_{i}_{n}: {_text_value(schema.get('minLength'), schema.get('maxLength'))}")
+        return f"VALUE_{i}_{n}"
+
+    def _named(self, i: int, schema: Schema, can_write: Callable[[str], bool], how: str) -> list[tuple[str, Any, bool]]:
+        """`(name, schema, is_required)` of each argument that can be written with its name before it."""
+        properties = schema.get("properties") or {}
+        required = schema.get("required") or []
+        shared = {key: schema[key] for key in _SHARED if key in schema}
+        names = [name for name in properties if can_write(name)]
+        beyond = set(schema) & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "minProperties"}
+        unnamed = [name for name in required if name not in names]
+        if beyond or unnamed:
+            what = f"its {min(beyond)}" if beyond else f"the argument {unnamed[0]!r}"
+            param = self._shape.use.functions[i].param
+            message = f"{param}: {what} cannot be enforced where the model writes calls {how}"
+            raise AkvError("invalid_request", message, param=param)
+        schemas = [{**shared, **properties[n]} if isinstance(properties[n], dict) else properties[n] for n in names]
+        return [(name, value, name in required) for name, value in zip(names, schemas, strict=True)]
 
     def _until(self, name: str, mark: str) -> str:
         """Any text up to the first `mark`, and that."""
@@ -257,6 +322,17 @@ class _Writer:
     def _add(self, name: str, rule: str) -> str:
         self._rules.append(f"{name}: {rule}")
         return name
+
+
+def _is_tag(name: str) -> bool:
+    return bool(name) and not set(name) & set("<>\n")
+
+
+def _text_value(least: float | None = None, most: float | None = None) -> str:
+    """The terminal of a text in a tag, of so many characters, and what ends it."""
+    bounds = f"{int(least or 0)},{'' if most is None else int(most)}"
+    inner = rf"/(.|\n){{{bounds}}}/ & ~/(.|\n)*<\/parameter>(.|\n)*/"
+    return f"({inner}) {_quoted(chr(10) + PARAMETER_END + chr(10))}"
 
 
 def _quoted(text: str) -> str:

@@ -23,7 +23,8 @@ from typing import Any, Literal
 from akv_server.errors import AkvError
 from akv_server.messages import Asked, Body, signature_of
 from akv_server.nesting import is_deep
-from akv_server.tools import THINK_CLOSING, THINK_OPENING, overlap
+from akv_server.tools import THINK_CLOSING, THINK_OPENING
+from akv_server.values import overlap
 
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 

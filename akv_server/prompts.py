@@ -15,6 +15,7 @@ from typing import Any
 from akv_sdk import types
 from akv_server import streams
 from akv_server.answers import claimed_ids, claimed_piece, identity_of
+from akv_server.calls import Call
 from akv_server.chat import Chat, Piece
 from akv_server.errors import AkvError
 from akv_server.grammar import Shape
@@ -22,7 +23,7 @@ from akv_server.identity import ids_of_inputs, normalise_for_matching
 from akv_server.requests import ChatBody, CompletionBody
 from akv_server.streams import Continued, Message, Stream
 from akv_server.tokenizer import Tokenizer
-from akv_server.tools import NO_TOOLS, Call, Function, tool_use
+from akv_server.tools import NO_TOOLS, Function, tool_use
 
 
 class TextPrompt:

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from akv_server.calls import CallDelta
 from akv_server.generation import Choice
 from akv_server.scheduler import GeneratedToken, Outcome
 from akv_server.tokenizer import Tokenizer
-from akv_server.tools import CallDelta
 
 Body = dict[str, Any]
 

@@ -15,13 +15,14 @@ import pytest
 
 import akv_sdk
 from akv_sdk import Client, Session
+from akv_server.call_formats import parser_of
 from akv_server.chat import Chat
 from akv_server.loader import LoadedModel
 from akv_server.prompts import ChatPrompt
 from akv_server.requests import ChatBody
 from akv_server.streams import Stream
 from akv_server.tokenizer_files import from_directory
-from akv_server.tools import Parser, tool_use
+from akv_server.tools import tool_use
 from tests.chats import SPECIAL, TEMPLATES
 from tests.server import Server, load_tiny, serving_model
 from tests.tokenizers_for_tests import save, small_tokenizer
@@ -202,7 +203,7 @@ def test_with_any_template_the_whole_stream_comes_back(name: str, tmp_path: Path
         calls = [f'\n<tool_call>\n{{"name":  "run", "arguments": {{"n" :{n}}}}}\n</tool_call>' for n in range(i % 3)]
         ids = [token_id for letter in "".join([text, *calls]) for token_id in tokenizer.encode(letter)]
         ids += [tokenizer.eos_token_id] * (i % 2)
-        parser = Parser(chat.call_format, tool_use(TOOLS, None, None).functions, many=True)
+        parser = parser_of(chat.call_format, tool_use(TOOLS, None, None).functions, many=True)
         assert parser.push("".join([text, *calls]))[0] + parser.finish()[0] == text
         stream = turn.answered(turn.continued(stream).stream, ids, text, parser.calls)
         called = {"tool_calls": [call.body() for call in parser.calls]} if parser.calls else {}

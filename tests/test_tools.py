@@ -1,12 +1,12 @@
-"""Tool calls: finding them in a text that grows, holding them to their schemas, and sending them back and forth."""
+"""Tool calls: learning how a template writes them, holding them to their schemas, and sending them back and forth."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,238 +15,23 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from openai import OpenAI
 
 import akv_sdk
 from akv_server import loader
+from akv_server.call_formats import parser_of
 from akv_server.chat import Chat
 from akv_server.errors import AkvError
 from akv_server.generation import TextOut
 from akv_server.grammar import Grammars, Shape
 from akv_server.tokenizer import Tokenizer
 from akv_server.tokenizer_files import from_directory
-from akv_server.tools import CallFormat, Function, Parser, Style, ToolUse, tool_use
+from akv_server.tools import CallFormat, Function, Style, ToolUse, tool_use
+from tests.calling import FUNCTIONS, JSON, SCHEMAS, STYLES, TEMPLATES, TOOLS, WEATHER, tag, written
 from tests.chats import QWEN_LIKE
 from tests.models import tiny_model
 from tests.server import Server, serving_model
 from tests.tokenizers_for_tests import save, small_tokenizer
-
-JSON = dict[str, Any]
-STYLES: tuple[Style, ...] = ("hermes", "json", "pythonic")
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Paris", "São Paulo", 'a "quoted" one']},
-        "days": {"type": "integer", "minimum": 1, "maximum": 7},
-        "units": {"type": "array", "items": {"enum": ["C", "F"]}, "maxItems": 2},
-        "exact": {"type": "boolean"},
-        "near": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/near"}]},
-    },
-    "required": ["city", "exact"],
-    "$defs": {"near": {"type": "object", "properties": {"km": {"enum": [2.5, 3]}}, "additionalProperties": False}},
-}
-BASH = {"type": "object", "properties": {"command": {"type": "string", "maxLength": 12}}, "required": ["command"]}
-SCHEMAS = {"get_weather": WEATHER, "bash": BASH, "now": {"type": "object", "properties": {}}}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "get_weather", "description": "The weather", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "bash", "parameters": BASH}},
-    {"type": "function", "function": {"name": "now"}},
-]
-FUNCTIONS = tool_use(TOOLS, None, None).functions
-
-_HEAD = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-_TURN = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
-_END = (
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"  # of a turn, and of all
-)
-TEMPLATES: dict[Style, str] = {
-    "hermes": f"{_TURN}{_END}",  # knows neither tools nor calls
-    "json": _HEAD
-    + _TURN
-    + "{% if message.tool_calls %}"
-    + "{% if message.tool_calls | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
-    + '{% set f = message.tool_calls[0].function %}{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
-    + "{% endif %}"
-    + _END,
-    "pythonic": _HEAD
-    + _TURN
-    + "{% if message.tool_calls %}[{% for call in message.tool_calls %}{{ call.function.name }}("
-    + "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}"
-    + "{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}{% endfor %}]{% endif %}"
-    + _END,
-}
-
-
-# --- parsing --------------------------------------------------------------------------------------------------------
-
-
-def parsed(
-    style: Style, *parts: str, many: bool = True, is_thinking: bool = False
-) -> tuple[str, list[tuple[str, str]]]:
-    """Content, and name and arguments of each call, put together from what came in pieces."""
-    parser = Parser(CallFormat(style), FUNCTIONS, many=many, is_thinking=is_thinking)
-    content, calls = "", []
-    for text, deltas in [*(parser.push(part) for part in parts), parser.finish()]:
-        content += text
-        for delta in deltas:
-            if delta.opens is not None:
-                assert delta.index == len(calls) and not delta.arguments
-                calls.append([delta.opens.name, ""])
-            else:
-                assert delta.arguments
-                calls[delta.index][1] += delta.arguments
-    assert [(call.name, call.arguments) for call in parser.calls] == [tuple(call) for call in calls]
-    whole = "".join(parts)
-    for call in parser.calls:
-        assert call.begin == call.end or whole[call.begin - 1 : call.end + 1].startswith(call.arguments)
-    return content, [(name, arguments) for name, arguments in calls]
-
-
-def tag(text: str) -> str:
-    return f"<tool_call>\n{text}\n</tool_call>"
-
-
-LS = '{"name": "bash", "arguments": {"command": "ls"}}'
-CASES: list[tuple[Style, str, str, list[tuple[str, str]]]] = [
-    ("hermes", "No call.", "No call.", []),
-    ("hermes", tag(LS), "", [("bash", '{"command": "ls"}')]),
-    ("hermes", f"First.\n\n{tag(LS)}\n{tag(LS)}\n", "First.", [("bash", '{"command": "ls"}')] * 2),
-    ("hermes", f"a {tag(LS)} b", "a\nb", [("bash", '{"command": "ls"}')]),
-    ("hermes", '<tool_call>{"name":"now","arguments":{}}</tool_call>', "", [("now", "{}")]),
-    ("hermes", tag('{"arguments": {"a": [1]}, "name": "now"}'), "", [("now", '{"a": [1]}')]),
-    ("hermes", tag('{"name": "x", "arguments": "{\\"a\\": 1}"}'), "", [("x", '{"a": 1}')]),
-    ("hermes", tag("{'name': 'bash', 'arguments': {'command': 'ls'}}"), "", [("bash", '{"command": "ls"}')]),
-    ("hermes", tag('{"name": "now"}'), "", [("now", "{}")]),
-    (
-        "hermes",
-        tag('{"name": "bash", "arguments": {"command": "echo \\"}</tool_call>{\\\\"}}'),
-        "",
-        [("bash", '{"command": "echo \\"}</tool_call>{\\\\"}')],
-    ),
-    ("hermes", '<tool_call>\n{"name": "now", "arguments": {"a": {}}\n</tool_call>x', "x", [("now", '{"a": {}}')]),
-    ("hermes", '<tool_call>\n{"name": "bash", "arguments": {"command": "l', "", [("bash", '{"command": "l')]),
-    ("hermes", '<tool_call>\n{"name": "bash", "argu', '<tool_call>\n{"name": "bash", "argu', []),
-    ("hermes", "A <tool_call> tag, <tool", "A <tool_call> tag, <tool", []),
-    ("hermes", tag("{nonsense}"), tag("{nonsense}"), []),
-    ("hermes", f"<think>\n{tag(LS)}?\n</think>\n\n{tag(LS)}", f"<think>\n{tag(LS)}?\n</think>", [("bash", LS[30:-1])]),
-    ("json", '{"name": "bash", "parameters": {"command": "ls"}}', "", [("bash", '{"command": "ls"}')]),
-    ("json", f"\n{LS}; {LS}", "", [("bash", '{"command": "ls"}')] * 2),
-    ("json", f"{LS}\n{LS} and so on", "and so on", [("bash", '{"command": "ls"}')] * 2),
-    ("json", '{"name": "Ann", "arguments": {"age": 3}}', '{"name": "Ann", "arguments": {"age": 3}}', []),
-    ("json", '{"answer": 42}', '{"answer": 42}', []),
-    ("json", '{"type": "function", "name": "now", "parameters": {}}', "", [("now", "{}")]),
-    ("json", f"Let me see. <|python_tag|>{LS}", "Let me see.", [("bash", '{"command": "ls"}')]),
-    ("json", '<|python_tag|>{"name": "other", "parameters": {}}', "", [("other", "{}")]),
-    ("json", "<|python_tag|>print(1)", "print(1)", []),
-    ("json", f"Use {LS}", f"Use {LS}", []),
-    ("pythonic", "[bash(command='ls')]", "", [("bash", '{"command": "ls"}')]),
-    ("pythonic", '[now(), bash(command="a(\\"b\\")]")]', "", [("now", "{}"), ("bash", '{"command": "a(\\"b\\")]"}')]),
-    (
-        "pythonic",
-        "[get_weather(city='x', exact=True, near=null, units=['C', 'F'])]",
-        "",
-        [("get_weather", '{"city": "x", "exact": true, "near": null, "units": ["C", "F"]}')],
-    ),
-    (
-        "pythonic",
-        "[get_weather(days=-1, near={'km': 2.5})]",
-        "",
-        [("get_weather", '{"days": -1, "near": {"km": 2.5}}')],
-    ),
-    ("pythonic", "[1, 2]", "[1, 2]", []),
-    ("pythonic", "[x(a=1)]", "[x(a=1)]", []),
-    ("pythonic", "[bash(open('x'))]", "[bash(open('x'))]", []),
-    ("pythonic", "[bash(command=", "[bash(command=", []),
-    ("pythonic", "[a word](link)", "[a word](link)", []),
-    ("pythonic", "Now: <|python_tag|>[now()]", "Now:", [("now", "{}")]),
-]
-
-
-@pytest.mark.parametrize(("style", "text", "content", "calls"), CASES)
-def test_calls_are_found(style: Style, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    assert parsed(style, text) == (content, calls)
-    assert parsed(style, *text) == (content, calls)
-
-
-def test_the_end_of_the_only_call_is_the_end() -> None:
-    for style, text, rest in [
-        ("hermes", tag(LS), "\n" + tag(LS)),
-        ("json", LS, "; " + LS),
-        ("pythonic", "[bash(command='ls')]", " so"),
-    ]:
-        assert parsed(style, text, rest, many=False) == parsed(style, text)  # type: ignore[arg-type]
-        parser = Parser(CallFormat(style), FUNCTIONS, many=False)  # type: ignore[arg-type]
-        done = [(parser.push(letter), parser.is_done)[1] for letter in text]
-        assert done == [False] * (len(text) - 1) + [True]
-
-
-def test_arguments_come_as_they_are_written() -> None:
-    parser = Parser(CallFormat("hermes"), FUNCTIONS, many=True)
-    deltas = [delta for letter in tag(LS) for delta in parser.push(letter)[1]]
-    assert [delta.arguments for delta in deltas[1:]] == list('{"command": "ls"}')
-    assert deltas[0].body()["function"] == {"name": "bash", "arguments": ""}
-    assert all(delta.body() == {"index": 0, "function": {"arguments": delta.arguments}} for delta in deltas[1:])
-
-
-def test_what_a_template_opened_is_thought() -> None:
-    thought = f"hm, {tag(LS)}</think>"
-    assert parsed("hermes", thought + tag(LS), is_thinking=True) == (thought, [("bash", '{"command": "ls"}')])
-
-
-SCRAPS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<|python_tag|>",
-        "<think>",
-        "</think>",
-        "\n",
-        " ",
-        "; ",
-        ", ",
-        "[",
-        "]",
-        "{",
-        "}",
-    ),
-    *(
-        LS,
-        LS[:-1],
-        tag(LS),
-        '{"name": "now", "parameters": {}}',
-        '"',
-        "\\",
-        "\\\\",
-        "'",
-        "now()",
-        "bash(command='",
-        "')",
-    ),
-    *('{"name": "', '", "arguments": {', "bash", "é🙂", '"a": "\\u00e9"', "true", "1e5", "text", '{"a": 1}', "x(y="),
-]
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from(STYLES),
-    st.lists(st.sampled_from(SCRAPS), max_size=10),
-    st.sets(st.integers(0, 300)),
-    st.booleans(),
-    st.booleans(),
-)
-def test_how_a_text_is_cut_up_changes_nothing(
-    style: Style, scraps: list[str], cuts: set[int], many: bool, is_thinking: bool
-) -> None:
-    text = "".join(scraps)
-    at = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    parts = [text[a:b] for a, b in pairwise(at)]
-    whole = parsed(style, text, many=many, is_thinking=is_thinking)
-    assert parsed(style, *parts, many=many, is_thinking=is_thinking) == whole
-    assert parsed(style, *text, many=many, is_thinking=is_thinking) == whole
-    assert style != "hermes" or whole[1] or whole[0] == text
-
 
 # --- formats and grammars -------------------------------------------------------------------------------------------
 
@@ -258,11 +43,24 @@ def chat_of(folder: Path, template: str, special: list[str] | None = None, added
 
 
 def test_the_template_says_how_the_model_calls(tmp_path: Path, default_tokenizer: Tokenizer) -> None:
-    keys = {"hermes": "arguments", "json": "parameters", "pythonic": "arguments"}
     for style, template in TEMPLATES.items():
         chat = chat_of(tmp_path / style, template)
-        assert chat.call_format == CallFormat(style, keys[style])
+        assert chat.call_format == CallFormat(style, "parameters" if style == "json" else "arguments")
         assert chat.takes_many_calls == (style != "json")
+    for i, (call, style) in enumerate(
+        [
+            ('[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}, "id": "call00001"}]', "mistral_list"),
+            ('[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}]', "mistral_list"),
+            ('[TOOL_CALLS]f[CALL_ID]call00001[ARGS]{"x": 1}', "mistral_args"),
+            ('[TOOL_CALLS]f{"x": 1}', "mistral_args"),
+            ('[f(x="1")]', "pythonic"),
+            ('<|python_start|><|python_end|>{"name": "f", "parameters": {"x": 1}}', "json"),
+        ]
+    ):
+        template = TEMPLATES["hermes"].replace(
+            "<|im_end|>", f"{{% if message.tool_calls %}}{call}{{% endif %}}<|im_end|>"
+        )
+        assert chat_of(tmp_path / str(i), template).call_format.style == style
     assert chat_of(tmp_path / "qwen", QWEN_LIKE).call_format == CallFormat("hermes")
     assert Chat(default_tokenizer).call_format == CallFormat("hermes")
 
@@ -287,14 +85,6 @@ def admitted(chat: Chat, shape: Shape, text: str) -> bool | str:
         if constraint.take(token_id):
             return i == len(ids) - 1
     return bool(constraint.mask()[tokenizer.eos_token_id])
-
-
-def written(style: Style, name: str, arguments: JSON) -> str:
-    if style == "pythonic":
-        return f"[{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in arguments.items())})]"
-    key = "parameters" if style == "json" else "arguments"
-    body = f'{{"name": "{name}", "{key}": {json.dumps(arguments)}}}'
-    return tag(body) if style == "hermes" else body
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -336,8 +126,9 @@ def test_a_strict_function_is_held_to_its_schema_where_the_model_chooses_to_call
         assert admitted(chat, shape, text) is True
     assert admitted(chat, shape, written(style, "bash", {"command": "ls"})) is True
     assert admitted(chat, shape, written(style, "get_weather", {"city": 3} if style != "pythonic" else {})) is True
-    assert admitted(chat, shape, written(style, "bash", {"command": 3})) is not True
-    if style == "hermes":
+    wrong = {"command": "13 letters are"} if style == "xml" else {"command": 3}
+    assert admitted(chat, shape, written(style, "bash", wrong)) is not True
+    if style not in ("json", "pythonic"):
         assert admitted(chat, shape, f"Well, {written(style, 'bash', {'command': 'ls'})} then") is True
         assert admitted(chat, shape, f"Well, {written(style, 'bash', {})} then") is not True
 
@@ -356,6 +147,93 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
         thinking = Shape(shape.use, shape.written, is_thinking=True)
         assert admitted(chat, thinking, f"so, {{a}} or\n[b]? </think>\n\n{text}") is True
         assert admitted(chat, thinking, f"so</think> {text[:-3]}") is not True
+
+
+def test_a_mark_that_is_a_special_token_opens_a_call_and_is_read(tmp_path: Path) -> None:
+    python, mistral = ["<|python_tag|>", "<|python_start|>", "<|python_end|>"], ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
+    named, listed = (
+        '{"name": "bash", "parameters": {"command": "ls"}}',
+        '{"name": "bash", "arguments": {"command": "ls"}}',
+    )
+    called, arguments = '[bash(command="ls")]', '{"command": "ls"}'
+    cases: list[tuple[Style, list[str], list[str]]] = [
+        ("pythonic", python, [called, f"<|python_start|>{called}<|python_end|>"]),
+        ("json", python, [named, f"<|python_tag|>{named}", f"<|python_start|>{named}<|python_end|>"]),
+        ("mistral_list", mistral, [f"[TOOL_CALLS] [{listed}]", f'[TOOL_CALLS][{listed[:-1]}, "id": "a1B2c3D4e"}}]']),
+        (
+            "mistral_args",
+            mistral,
+            [f"[TOOL_CALLS]bash{between}{arguments}" for between in ("[ARGS]", "", "[CALL_ID]a1B2c3D4e[ARGS]")],
+        ),
+    ]
+    for style, special, texts in cases:
+        chat = chat_of(tmp_path / style, TEMPLATES[style], special)
+        assert chat.marker_ids == {chat.tokenizer.special[mark] for mark in special}
+        shape = Shape(tool_use(TOOLS, "required", None), chat.call_format)
+        for text in texts:
+            assert admitted(chat, shape, text) is True, text
+            ids = chat.tokenizer.encode(text, parse_special=True)
+            assert any(map(chat.tokenizer.is_special, ids)) == (text not in (named, called))
+            out = TextOut(chat.tokenizer, (), chat.marker_ids)
+            parser = parser_of(chat.call_format, FUNCTIONS, many=True)
+            content = "".join(parser.push(out.push(token_id)[0])[0] for token_id in ids)
+            assert (content + parser.push(out.finish())[0] + parser.finish()[0]) == ""
+            assert [(c.name, json.loads(c.arguments)) for c in parser.calls] == [("bash", {"command": "ls"})]
+
+
+def test_values_in_tags_are_held_to_what_can_be_read_back(tmp_path: Path) -> None:
+    chat = chat_of(tmp_path, TEMPLATES["xml"])
+
+    def call(value: str, name: str = "a") -> str:
+        return tag(f"<function=f>\n<parameter={name}>\n{value}\n</parameter>\n</function>")
+
+    def shape(schema: JSON, choice: str = "required", is_strict: bool = True) -> Shape:
+        parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+        return Shape(ToolUse((Function("f", parameters, is_strict, "tools[0]"),), choice), chat.call_format)  # type: ignore
+
+    text = "if a < b:\n\n  print('</tool_call>')\n"
+    for schema, good, bad in [
+        ({"type": "string"}, [text, "", "3", "\n"], ["</parameter>", "a\n</parameter>\nb"]),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "a\nb"], ["a", "abcd"]),
+        ({"type": ["string", "null"]}, ["null", text], ["x</parameter>"]),
+        ({"type": "array", "items": {"type": "integer"}}, ["[1, 2]", "[]"], ['["a"]', "1"]),
+        ({"enum": ["x y", 3, None]}, ["x y", "3", "null"], ["x", "4"]),
+        ({"type": "boolean"}, ["true"], ["True", "yes"]),
+    ]:  # fmt: skip
+        for value in good:
+            assert admitted(chat, shape(schema), call(value)) is True, (schema, value)
+            parser = parser_of(chat.call_format, shape(schema).use.functions, many=True)
+            parser.push(call(value))
+            jsonschema.validate(json.loads(parser.calls[0].arguments), {"properties": {"a": schema}})
+        for value in bad:
+            assert admitted(chat, shape(schema), call(value)) is not True, (schema, value)
+    assert admitted(chat, shape({"type": "string"}), call("x", "b")) is not True
+    lenient = shape({"type": "string", "pattern": "^[ab]$"}, is_strict=False)
+    assert admitted(chat, lenient, call("c")) is True
+    with pytest.raises(AkvError, match="in tags") as caught:
+        grammars_of(chat).constraint(shape({"type": "string", "pattern": "^[ab]$"}))
+    assert caught.value.param == "tools[0]"
+    open_ = Function("f", {"type": "object"}, False, "tools[0]")
+    strict = Function("g", {"type": "object", "properties": {}}, True, "tools[1]")
+    either = Shape(ToolUse((open_, strict), "auto"), chat.call_format)
+    assert admitted(chat, either, call(text, "anything at all")) is True
+
+
+def test_ids_that_mistrals_templates_take(tmp_path: Path) -> None:
+    check = "{% if call.id | length != 9 %}{{ raise_exception('nine letters and digits') }}{% endif %}"
+    styles: tuple[Style, ...] = ("mistral_list", "mistral_args")
+    for style in styles:
+        head, loop, tail = TEMPLATES[style].partition("{% for call in message.tool_calls or [] %}")
+        chat = chat_of(tmp_path / style, head + loop + check + tail)
+        assert chat.call_format == CallFormat(style)
+        parser = parser_of(chat.call_format, FUNCTIONS, many=True)
+        parser.push(written(style, "now", {}))
+        parser.push(written(style, "now", {}))
+        calls = [call.body() for call in parser.calls]
+        assert len({call["id"] for call in calls}) == 2
+        assert all(call["id"].isalnum() and call["id"].isascii() for call in calls)
+        text = chat.render([QUESTION, {"role": "assistant", "content": None, "tool_calls": calls}]).text
+        assert text.count('"name": "now"' if style == "mistral_list" else "now[ARGS]{}") == 2
 
 
 def test_a_grammar_that_ends_leaves_only_the_end(default_tokenizer: Tokenizer) -> None:
@@ -435,7 +313,7 @@ ASK: JSON = {"model": "default", "messages": [QUESTION], "max_tokens": 300, "tem
 def check_calls(calls: Any) -> None:
     assert calls
     for call in calls:
-        assert call.type == "function" and call.id.startswith("call_")
+        assert call.type == "function" and re.fullmatch("call_[0-9a-f]{24}|[0-9a-f]{9}", call.id)
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
     assert len({call.id for call in calls}) == len(calls)
 
@@ -448,7 +326,7 @@ def without_ids(message: JSON) -> JSON:
 @pytest.mark.parametrize("style", STYLES)
 def test_calls_that_are_required_are_valid_whole_and_streamed(servers: dict[Style, Server], style: Style) -> None:
     with api_of(servers[style]) as api:
-        for seed, choice in enumerate(["required", {"type": "function", "function": {"name": "get_weather"}}] * 3):
+        for seed, choice in enumerate(["required", {"type": "function", "function": {"name": "get_weather"}}] * 2):
             ask = {**ASK, "tools": TOOLS, "tool_choice": choice, "seed": seed, "parallel_tool_calls": False}
             reply = api.chat.completions.create(**ask)
             message = reply.choices[0].message
@@ -630,7 +508,7 @@ def resent(message: JSON, turn: int) -> JSON:
 
 def agent_loop(api: OpenAI, tools: list[Any], num_turns: int = 5, **options: Any) -> list[JSON]:
     """An agent's turns; checks of each that it computed what is new and nothing else. Returns the `akv` objects."""
-    messages: list[Any] = [{"role": "system", "content": "Use tools."}, QUESTION]
+    messages: list[Any] = [{"role": "system", "content": f"Use tools {options['seed']} times."}, QUESTION]
     session, num_before, found = uuid4().hex, 0, []
     for turn in range(num_turns):
         reply = api.chat.completions.create(
@@ -665,7 +543,7 @@ def test_an_agent_computes_what_is_new_alone(servers: dict[Style, Server], style
         assert all(block["kind"] == "tool_input" for block in inputs)
         # by the ids under which the framework sent them; the last answer was not sent back yet
         ids = [block["tool_call_id"] for block in inputs]
-        assert ids[:-1] == ([] if style == "pythonic" else [f"call_{turn}_0" for turn in range(4)])
+        assert ids[:-1] == ([] if style in ("pythonic", "xml") else [f"call_{turn}_0" for turn in range(4)])
         assert [m["tool_call_id"] for m in replies[-1]["spans"] if m["role"] == "tool"] == [
             f"call_{turn}_0" for turn in range(4)
         ]
@@ -673,9 +551,11 @@ def test_an_agent_computes_what_is_new_alone(servers: dict[Style, Server], style
 
 
 def test_several_calls_at_once_come_back(servers: dict[Style, Server]) -> None:
-    with api_of(servers["pythonic"]) as api:
-        replies = agent_loop(api, [TOOLS[2]], num_turns=2, max_tokens=300, temperature=1.0, seed=1)
-    assert sum(span["role"] == "tool" for span in replies[-1]["spans"]) > 1
+    styles: tuple[Style, ...] = ("pythonic", "xml", "mistral_list", "mistral_args")
+    for style in styles:
+        with api_of(servers[style]) as api:
+            runs = (agent_loop(api, [TOOLS[2]], num_turns=2, max_tokens=300, temperature=1.0, seed=s) for s in range(8))
+            assert any(sum(span["role"] == "tool" for span in run[-1]["spans"]) > 1 for run in runs), style
 
 
 def test_another_call_than_the_models_own_is_another_message(servers: dict[Style, Server], api: OpenAI) -> None:
