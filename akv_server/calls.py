@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar
 
 from akv_server.tools import FUNCTION, TEXT_MARKS, THINK_CLOSING, THINK_OPENING, Function
@@ -35,11 +36,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What call number `index` got: some of its arguments, or its beginning."""
+    """What call number `index` got: some of its arguments, or its beginning. `at`: of the content that was found with
+    it, so many characters stand before it."""
 
     index: int
     arguments: str = ""
     opens: Call | None = None
+    at: int = 0
 
     def body(self) -> dict[str, Any]:
         """As it stands in a chunk of a stream."""
@@ -47,6 +50,16 @@ class CallDelta:
             return {"index": self.index, "function": {"arguments": self.arguments}}
         function = {"name": self.opens.name, "arguments": ""}
         return {"index": self.index, "id": self.opens.id, "type": "function", "function": function}
+
+
+def in_order(content: str, deltas: Sequence[CallDelta]) -> Iterator[tuple[str, list[CallDelta]]]:
+    """What a parser found at once, as it stood in the answer: content, and what of calls is behind it."""
+    done = 0
+    for at, together in groupby(deltas, key=lambda delta: delta.at):
+        yield content[done:at], list(together)
+        done = at
+    if done < len(content) or not deltas:
+        yield content[done:], []
 
 
 class Parser(ABC):
@@ -181,7 +194,7 @@ class Parser(ABC):
     def _open(self, name: str) -> Call:
         call = Call(name, self._new_id())
         self.calls.append(call)
-        self._deltas.append(CallDelta(len(self.calls) - 1, opens=call))
+        self._found(opens=call)
         self._aside, self._is_sure = "", True
         return call
 
@@ -191,7 +204,10 @@ class Parser(ABC):
     def _add(self, arguments: str) -> None:
         if arguments:
             self.calls[-1].arguments += arguments
-            self._deltas.append(CallDelta(len(self.calls) - 1, arguments))
+            self._found(arguments)
+
+    def _found(self, arguments: str = "", opens: Call | None = None) -> None:
+        self._deltas.append(CallDelta(len(self.calls) - 1, arguments, opens, sum(map(len, self._content))))
 
     def _cut_off(self) -> None:  # noqa: B027  (most have nothing to do)
         """The answer ends, perhaps within a call."""

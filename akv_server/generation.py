@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from akv_server.attention import Attention
-from akv_server.calls import Call, CallDelta, Parser
+from akv_server.calls import Call, CallDelta, Parser, in_order
 from akv_server.grammar import Constraint
 from akv_server.metrics import RequestMetrics, Watch
 from akv_server.ops import Timeline
@@ -181,15 +181,21 @@ class Generation:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
+        def put_all(found: Iterable[tuple[str, list[CallDelta]]]) -> None:
+            for text, deltas in found:
+                put(Piece(index, text, None, deltas))
+
         def on_token(token: GeneratedToken) -> str | None:
             watch.on_token()
             is_over = constraint is not None and constraint.take(token.token_id)
             text, is_stop = out.push(token.token_id)
-            deltas: list[CallDelta] = []
-            if parser is not None:
-                text, deltas = parser.push(text)
+            if parser is None:
+                put(Piece(index, text, token))
+            else:
+                (content, deltas), *rest = in_order(*parser.push(text))
+                put(Piece(index, content, token, deltas))
+                put_all(rest)
                 is_over = is_over or parser.is_done
-            put(Piece(index, text, token, deltas))
             return "stop" if is_stop or is_over else None
 
         def on_done(outcome: Outcome) -> None:
@@ -198,8 +204,8 @@ class Generation:
             if parser is None:
                 put(Piece(index, text, outcome=outcome, stop=out.stop))
                 return
-            (text, deltas), (rest, more) = parser.push(text), parser.finish()
-            put(Piece(index, text + rest, None, deltas + more, outcome, tuple(parser.calls), out.stop))
+            put_all([*in_order(*parser.push(text)), *in_order(*parser.finish())])
+            put(Piece(index, "", None, (), outcome, tuple(parser.calls), out.stop))
 
         return Request(
             request_id=uuid.uuid4().hex,
