@@ -7,8 +7,10 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
+import httpx
 import pytest
 
 import akv_sdk
@@ -17,6 +19,12 @@ from akv_server.chat import Chat
 from akv_server.tokenizer import Tokenizer
 from tests.chats import SPECIAL, TEMPLATES
 from tests.tokenizers_for_tests import save, small_tokenizer
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+    from akv_server.loader import LoadedModel
+    from tests.server import Server
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -60,6 +68,47 @@ def chats(model_folders) -> dict[str, Chat]:
 @pytest.fixture(scope="session")
 def default_chat(default_tokenizer) -> Chat:
     return Chat(default_tokenizer)
+
+
+# A server, imported only where one is asked for: most tests need none, and no torch.
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A tiny model with a folder to itself."""
+    from tests.server import load_tiny
+
+    return load_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(loaded: LoadedModel) -> Iterator[Server]:
+    """A real server of the tiny model, with a pool of 4,096 tokens."""
+    from tests.server import serving_model
+
+    with serving_model(loaded) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
+
+
+@pytest.fixture
+def name(server: Server) -> Iterator[str]:
+    """A fresh session name; whatever a test did, the cache must still hold together after it."""
+    yield uuid4().hex
+    server.engine.check()
 
 
 class Blocking:

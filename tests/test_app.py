@@ -8,11 +8,9 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import httpx
 import openai
@@ -24,38 +22,7 @@ from akv_server.app import create_app
 from akv_server.loader import LoadedModel
 from tests.server import Server, load_tiny, serving_model
 
-POOL_TOKENS = 4096
 JSON = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_tiny(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(loaded: LoadedModel) -> Iterator[Server]:
-    with serving_model(loaded, pool_tokens=POOL_TOKENS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
-@pytest.fixture
-def name(server: Server) -> Iterator[str]:
-    """A fresh session name; whatever a test did, the cache must still hold together after it."""
-    yield uuid4().hex
-    server.engine.check()
 
 
 def post(client: httpx.Client, route: str, **body: Any) -> JSON:
@@ -472,7 +439,7 @@ def test_tokenizing_rendering_and_the_small_routes(client: httpx.Client, api: Op
         head = client.head(path)
         assert (head.status_code, head.content) == (200, b"")
     stats = client.get("/v1/cache/stats").json()
-    assert stats["pages_total"] == POOL_TOKENS // 16
+    assert stats["pages_total"] == 4096 // 16
     assert stats["tokens_prefilled"] > 0
 
 

@@ -12,6 +12,7 @@ from uuid import uuid4
 import httpx
 import numpy as np
 import pytest
+from akv_bench.trajectories import read
 from akv_kernels import select
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,8 +29,7 @@ from akv_server.streams import Message, Stream
 from tests.conversations import tagged
 from tests.models import tiny_model
 from tests.perf.auto_drop import Replay
-from tests.perf.quality import marked
-from tests.server import Server, load_tiny, serving_model
+from tests.server import Server
 from tests.test_engine import GREEDY, some_tokens
 from tests.truth import Truth
 
@@ -222,12 +222,6 @@ def test_a_share_does_not_depend_on_lengths_or_steps(short: int, long: int, step
 # --- over HTTP --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_model(load_tiny(tmp_path_factory.mktemp("served"))) as server:
-        yield server
-
-
 @pytest.fixture
 def client(server: Server) -> Iterator[httpx.Client]:
     with server.client() as client:
@@ -325,14 +319,13 @@ def test_without_a_session_it_says_so_and_a_bad_field_is_named(client: httpx.Cli
 
 def test_an_observation_that_the_answer_needs_stays_at_the_default(shared: Path) -> None:
     """A fact is planted in the midst of a long observation of a real run; three turns in a row ask for it."""
-    messages = json.loads((shared / "trajectories" / "tools-inspect-ctf78.json").read_text())["messages"][:7]
+    messages = read(shared / "trajectories" / "tools-inspect-ctf78.json").tagged()[:7]
     needle = "Note: the release token of this build is 7f3a-9c21-relay."
     half = len(messages[5]["content"]) // 2
     messages[5]["content"] = f"{messages[5]['content'][:half]}\n{needle}\n{messages[5]['content'][half:]}"
     asks = {"role": "user", "content": "Which release token was noted above? Repeat it exactly."}
     answers = {"role": "assistant", "content": needle.removeprefix("Note: ").capitalize()}
-    marked_messages = [marked(i, message) for i, message in enumerate(messages)]
-    replay = Replay(loader.load("default", weights="int8"), [*marked_messages, *[asks, answers] * 3], max_tokens=8000)
+    replay = Replay(loader.load("default", weights="int8"), [*messages, *[asks, answers] * 3], max_tokens=8000)
     replay.turns = replay.turns[-3:]
     attention = {turn: replay.attention(turn) for turn in replay.turns}
     block = replay.stream.messages[5].blocks[0]

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import httpx
 import pytest
@@ -32,33 +30,7 @@ from akv_sdk.policies.context import spans_of
 from akv_sdk.types import MessageSpan, Op
 from tests.conversations import tagged
 from tests.json_alone import JSON, SYSTEM, TASK, calling, chat, clearing, content, gone, refusal, result, talk
-from tests.server import Server, load_tiny, serving_model
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_model(load_tiny(tmp_path_factory.mktemp("model")), pool_tokens=4096) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture
-def name(server: Server) -> Iterator[str]:
-    """A fresh session name; whatever a test did, the cache must still hold together after it."""
-    yield uuid4().hex
-    server.engine.check()
-
+from tests.server import Server
 
 # --- Anthropic's edits ------------------------------------------------------------------------------------------------
 

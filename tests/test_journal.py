@@ -447,11 +447,6 @@ def test_the_least_recently_used_go_when_there_are_too_many() -> None:
 # Through HTTP and the SDK --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_tiny(tmp_path_factory.mktemp("model"))
-
-
 class Lossy(httpx.HTTPTransport):
     """Loses the reply of the first attempt at every op, after the server has answered."""
 

@@ -75,12 +75,6 @@ def api(server: Server) -> Iterator[Anthropic]:
     server.engine.check()
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
-
-
 def api_of(server: Server, **options: Any) -> Anthropic:
     return Anthropic(base_url=server.url, **{"api_key": "none", "max_retries": 0, **options})
 

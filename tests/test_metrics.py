@@ -20,7 +20,7 @@ from akv_server.loader import LoadedModel
 from akv_server.metrics import Histogram, RequestMetrics, Watch, exposition
 from akv_server.scheduler import Outcome
 from tests import test_tier as tier
-from tests.server import Server, load_tiny, serving_model
+from tests.server import Server, serving_model
 
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\} (\S+)')
 Families = dict[str, tuple[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]]]
@@ -159,11 +159,6 @@ def test_requests_are_timed_from_their_arrival() -> None:
 
 
 # A server's ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -5,45 +5,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import httpx
 import pytest
 from openai import OpenAI
 
 from tests.json_alone import JSON, SYSTEM, TASK, calling, chat, clearing, content, gone, refusal, result, talk
-from tests.server import Server, load_tiny, serving_model
+from tests.server import Server
 
 LAST_3 = {"edits": [{"type": "LastNObservations", "n": 3}]}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_model(load_tiny(tmp_path_factory.mktemp("model"))) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture
-def name(server: Server) -> Iterator[str]:
-    """A fresh session name; whatever a test did, the cache must still hold together after it."""
-    yield uuid4().hex
-    server.engine.check()
 
 
 def answer(reply: Any) -> JSON:

@@ -27,18 +27,12 @@ from akv_sdk import (
 )
 from akv_sdk.policies import Context, Policy, summarise
 from tests.conversations import call, context_of, ops_of, result, tagged, trajectories
-from tests.server import Server, load_tiny, serving_model
+from tests.server import Server
 
 JSON = dict[str, Any]
 SYSTEM = {"role": "system", "content": "You are an agent."}
 TASK = {"role": "user", "content": "Find the bug."}
 NEVER = CacheOrSummarise(0, summarise=lambda messages: Summary("what was done"))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_model(load_tiny(tmp_path_factory.mktemp("model"))) as server:
-        yield server
 
 
 @pytest.fixture

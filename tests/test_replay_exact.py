@@ -24,15 +24,10 @@ from akv_server.streams import Stream
 from akv_server.tokenizer_files import from_directory
 from akv_server.tools import tool_use
 from tests.chats import SPECIAL, TEMPLATES
-from tests.server import Server, load_tiny, serving_model
+from tests.server import Server, serving_model
 from tests.tokenizers_for_tests import save, small_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -267,24 +262,25 @@ def test_only_the_messages_own_ids_are_taken(server: Server, client: Client):
     assert "only an answer" in client.chat([first], max_tokens=1).akv.warnings[0]
 
 
-def test_ids_that_a_server_leaves_aside_are_no_silent_shift(server: Server, client: Client, seeds: dict[str, int]):
-    """Where the tokens move all the same, a session with ops says so instead of going on."""
+def with_a_block(client: Client, seed: int) -> tuple[Session, str]:
+    """A session with an answer of the model's in it, and behind that a block, whose id is given."""
     session = client.session()
     session.user("Go on.")
-    session.complete(**sampling(seeds["length"]))
+    session.complete(**sampling(seed))
     block = session.observe("output " * 10)
     session.user("Go on.")
     session.complete(max_tokens=0)
+    return session, block
+
+
+def test_ids_that_a_server_leaves_aside_are_no_silent_shift(server: Server, client: Client, seeds: dict[str, int]):
+    """Where the tokens move all the same, a session with ops says so instead of going on."""
+    session, _ = with_a_block(client, seeds["length"])
     del session.messages[1]["akv"]
     restart(server)
     session.complete(max_tokens=0)  # no op yet, nothing to hit
     for spoilt in ("ops", "marks"):
-        session = client.session()
-        session.user("Go on.")
-        session.complete(**sampling(seeds["length"]))
-        block = session.observe("output " * 10)
-        session.user("Go on.")
-        session.complete(max_tokens=0)
+        session, block = with_a_block(client, seeds["length"])
         if spoilt == "ops":
             session.drop(blocks=[block])
         else:

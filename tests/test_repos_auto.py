@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from uuid import uuid4
 
 import httpx
 import pytest
@@ -14,28 +12,9 @@ from hypothesis import strategies as st
 
 from akv_server import streams
 from akv_server.streams import Stream
-from tests.server import Server, load_tiny, serving_model
+from tests.server import Server
 
 JSON = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving_model(load_tiny(tmp_path_factory.mktemp("model"))) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
-
-
-@pytest.fixture
-def name(server: Server) -> Iterator[str]:
-    """A fresh session name; whatever a test did, the cache must still hold together after it."""
-    yield uuid4().hex
-    server.engine.check()
 
 
 # --- closing late comes to the same as closing at once ----------------------------------------------------------------
