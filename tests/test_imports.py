@@ -101,7 +101,7 @@ def test_the_server_is_a_stack():
     # what makes tokens of messages is a stack of its own, below those that have streams
     for name, below in {
         "chat": {"calls", "turns", "templates", "blocks", "identity", "tools", "tokenizer", "errors"},
-        "turns": {"templates", "blocks", "identity", "errors"},
+        "turns": {"templates", "blocks", "identity", "nesting", "errors"},
         "templates": {"errors"},
         "blocks": {"tools"},
         "identity": {"nesting", "tools", "errors"},
@@ -146,6 +146,8 @@ def test_a_framework_is_imported_by_its_own_integration_alone():
         "langchain_core": {"langchain"},
         "openai": {"openai"},
         "pydantic_ai": {"pydantic_ai"},
+        "smolagents": {"smolagents"},
+        "minisweagent": {"mini_swe_agent"},
     }
     for library, names in frameworks.items():
         assert users_of(library, "akv_sdk") == {f"akv_sdk.integrations.{name}" for name in names}
