@@ -326,6 +326,18 @@ def test_a_server_that_is_not_akv_needs_a_budget_and_skips_akv(tmp_path):
     assert any("akv is no AKV server" in note for note in written["notes"])
 
 
+def test_a_server_that_is_gone_ends_it_with_what_was_measured(tmp_path, capsys):
+    path = recorded(tmp_path, "gone", 3)
+    with rival_server() as rival:
+        num_asked = 1 + 1 + 3  # to learn how long texts are, to begin a group, and for its steps
+        rival.refuse = lambda body, attempt: None if attempt <= num_asked else (500, {}, {"error": "on fire"})
+        options = ["--url", rival.url, "--budget", "700", "--sessions", "1", "--out", str(tmp_path)]
+        assert main([str(path), *options]) == 1
+    assert "ended early: on fire [http_500]" in " ".join(capsys.readouterr().out.split())
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert [(group["strategy"], group["completed_steps"]) for group in written["groups"]] == [("append-only", 3)]
+
+
 @pytest.mark.parametrize(
     ("budget", "what"),
     [(5000, f"--budget: 5000 tokens are more than the model's window of {WINDOW}"), (20, "--budget: qr begins with")],

@@ -47,7 +47,7 @@ class Panel:
     """One pair of plots. The first line lies on top; `stream_tokens` is the length of its whole stream at each step.
     `limits` are levels to be seen beside the tokens, by what they are called."""
 
-    title: str
+    about: str  # its steps: stands below them
     lines: Sequence[Line]
     num_steps: int
     stream_tokens: Sequence[float]
@@ -77,7 +77,7 @@ def write_plot(path: Path, heading: str, panels: Sequence[Panel]) -> None:
         figure, axes = pyplot.subplots(
             2,
             len(panels),
-            figsize=(10 if len(panels) == 1 else 7.5 * len(panels), 6.6),
+            figsize=(10 * len(panels), 6.6),
             sharex="col",
             height_ratios=(3, 2),
             layout="constrained",
@@ -121,17 +121,16 @@ def _draw(panel: Panel, above: Any, below: Any) -> None:
     for name, value in panel.limits.items():
         below.axhline(value, color="#555555", linewidth=1, linestyle="--")
         _note(below, f"{name}, {value:,}", 1, value, "#555555", ha="left")
-    above.set_title(panel.title, loc="right", fontsize="medium")
     above.set_ylabel("seconds")
     above.set_ylim(bottom=0)
     above.set_xlim(0.5, panel.num_steps + 0.5)
     if panel.lines:
-        above.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.03), ncols=2, borderaxespad=0.2)
+        above.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=2, borderaxespad=0.2)
     below.set_title("Tokens that the model sees", loc="left", fontsize="medium")
     below.set_ylabel("tokens")
-    below.set_xlabel("step")
+    below.set_xlabel(panel.about)
+    below.margins(y=0.18)  # room for what is written above the lines
     below.set_ylim(bottom=0)
-    below.margins(y=0.12)
     below.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 

@@ -66,6 +66,10 @@ class Bench:
     groups: list[Group] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     salt: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    limits: Limits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limits = self.settings.limits
 
     @property
     def main(self) -> Endpoint:
@@ -81,13 +85,13 @@ class Bench:
         for trajectory in self.trajectories:
             await lengths.learn(trajectory.messages)
             await lengths.learn(cleared(trajectory.messages, trajectory.observations))
-        limits = self._limits(lengths)
+        self.limits = self._limits(lengths)
         planned = list(self._planned())
-        self._introduce(limits, planned)
+        self._introduce(planned)
         with View(self.console, MAIN, len(planned)) as view:
             for endpoint, key, sessions in planned:
-                await self._forget(endpoint, sessions)
-                await self._run_group(view, endpoint, key, sessions, lengths, limits)
+                await self._freshen(endpoint, sessions)
+                await self._run_group(view, endpoint, key, sessions, lengths)
         for endpoint in self.endpoints:
             if endpoint.hides_reuse:
                 self.notes.append(f"{endpoint.name} does not say what it reuses: all of its prompts count as prefilled")
@@ -125,33 +129,31 @@ class Bench:
                     if key not in ON_AKV_ALONE or endpoint.client is not None:
                         yield endpoint, key, sessions
 
-    def _introduce(self, limits: Limits, planned: Sequence[Any]) -> None:
+    def _introduce(self, planned: Sequence[Any]) -> None:
         num_steps = [len(trajectory.turns) for trajectory in self.trajectories]
         names = ", ".join(
             f"{each.name} ({count} steps)" for each, count in zip(self.trajectories, num_steps, strict=True)
         )
         where = ", ".join(f"{each.name} ({each.model})" for each in self.endpoints)
         self._print(
-            f"Replaying {names} on {where}: {len(planned)} groups, a budget of {limits.budget_tokens:,} tokens, "
-            f"{limits.max_tokens} generated a step."
+            f"Replaying {names} on {where}: {len(planned)} groups, a budget of {self.limits.budget_tokens:,} "
+            f"tokens, {self.limits.max_tokens} generated a step."
         )
         for note in self.notes:
             self._print(f"Note: {note}.", style="yellow")
 
-    async def _forget(self, endpoint: Endpoint, sessions: int) -> None:
-        """A server that shifts pieces of any old prompt into a new one (llama.cpp's --cache-reuse) must not find those
-        of the group before in its slots; a line of salt does not keep it from them, as it does from a prefix."""
-        if endpoint.client is None:
-            shorts = [[{"role": "user", "content": f"[{i}.{self.salt}] Say yes."}] for i in range(sessions)]
-            await asyncio.gather(*(endpoint.chat(short, max_tokens=1) for short in shorts))
+    async def _freshen(self, endpoint: Endpoint, sessions: int) -> None:
+        """Short requests, as many at once as there will be sessions. A server that just started is warm after them; and
+        one that shifts pieces of any old prompt into a new one (llama.cpp's --cache-reuse) does not find those of the
+        group before in its slots. A line of salt keeps it only from a prefix."""
+        shorts = [[{"role": "user", "content": f"[{i}.{self.salt}] Say yes."}] for i in range(sessions)]
+        await asyncio.gather(*(endpoint.chat(short, max_tokens=1) for short in shorts))
 
-    async def _run_group(
-        self, view: View, endpoint: Endpoint, key: str, sessions: int, lengths: Lengths, limits: Limits
-    ) -> None:
+    async def _run_group(self, view: View, endpoint: Endpoint, key: str, sessions: int, lengths: Lengths) -> None:
         salt = f"{len(self.groups)}.{self.salt}"
 
         def make(trajectory: Trajectory, number: int) -> OpenStrategy:
-            return STRATEGIES[key](endpoint, lengths, limits, trajectory.observations, f"bench-{number}.{salt}")
+            return STRATEGIES[key](endpoint, lengths, self.limits, trajectory.observations, f"bench-{number}.{salt}")
 
         jobs = [salted(job, f"{i}.{salt}") for i, job in enumerate(jobs_of(self.trajectories, sessions))]
         likeness = make(jobs[0], 0)
@@ -185,6 +187,8 @@ class Bench:
                 each.name: {"model": each.model, "window_tokens": each.window_tokens} for each in self.endpoints
             },
             "trajectories": {each.name: len(each.turns) for each in self.trajectories},
+            "budget_tokens": self.limits.budget_tokens,
+            "max_tokens": self.limits.max_tokens,
             "notes": self.notes,
         }
 
@@ -207,8 +211,8 @@ class Bench:
             self._print("No plot: matplotlib is not installed (pip install 'akv[demo]').", style="yellow")
         else:
             files.append(self.settings.out / "bench.png")
-            budget = {"the model's window": self.main.window_tokens} if self.main.window_tokens else {}
-            report.plot(files[-1], measured, MAIN, budget)
+            levels = {"the budget": self.limits.budget_tokens, "the model's window": self.main.window_tokens or 0}
+            report.plot(files[-1], measured, MAIN, {name: level for name, level in levels.items() if level})
         self._print(f"written: {', '.join(map(str, files))}")
 
     def _print(self, line: str, style: str = "") -> None:
@@ -248,16 +252,20 @@ async def _bench(bench: Bench) -> int:
     async with AsyncExitStack() as stack:
         for endpoint in bench.endpoints:
             await stack.enter_async_context(endpoint)
+        status = 0
         try:
             await bench.run()
         except asyncio.CancelledError:
             bench.notes.append("stopped before the end")
-            bench.write()
-            bench.show()
-            return 130
+            status = 130
+        except AkvError as error:
+            if not bench.groups:
+                raise
+            bench.notes.append(f"ended early: {error}")
+            status = 1
         bench.write()
         bench.show()
-        return 0 if any(group.turns for group in bench.groups) else 1
+        return status if any(group.turns for group in bench.groups) else status or 1
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

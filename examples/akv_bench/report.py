@@ -214,7 +214,7 @@ def plot(path: Path, groups: Sequence[Group], main: str, limits: dict[str, int])
         stream = [median(turn.stream_tokens for turn in step) for step in _steps(shown[0])]
         panels.append(
             Panel(
-                title=f"{sessions} session{'s' if sessions > 1 else ''} at once",
+                about=f"step, with {sessions} session{'s' if sessions > 1 else ''} at once",
                 lines=[_line(group, main) for group in shown],
                 num_steps=max(run.num_steps for group in shown for run in group.runs),
                 stream_tokens=stream if shown[0].key == HERO else [],

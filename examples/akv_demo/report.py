@@ -87,7 +87,7 @@ def _or_null(value: float) -> float | None:
 def write_plot(path: Path, runs: Sequence[Run], *, window_tokens: int | None) -> None:
     """TTFT per step, and below it how many tokens the model saw. PNG."""
     panel = Panel(
-        title="",
+        about="step",
         lines=[
             Line(
                 name=run.name,
