@@ -1,7 +1,7 @@
 """The Messages API as pure translation: what a body asks the chat route for, and what a chat answer comes to.
 
 The one law: what an answer is sent back as is the text and the calls that the model wrote. It is held here for answers
-of every kind, cut up anyhow; test_messages_server.py holds it with a real client and server.
+of every kind, cut up anyhow; test_messages_tools.py holds it with a real client and server.
 """
 
 from __future__ import annotations
