@@ -13,7 +13,7 @@ from akv_sdk import types
 from akv_sdk.policies import Context, ContextEdits, decide
 from akv_sdk.policies.context import Message, spans_of
 from akv_server import streams
-from akv_server.errors import AkvError
+from akv_server.errors import AkvError, invalid
 from akv_server.streams import Stream
 
 
@@ -63,14 +63,10 @@ class Management:
                 continue
             assert mark.message is not None
             if mark.message >= len(spans):
-                raise _bad(f"{at}.message", f"there is no message {mark.message}, the request has {len(spans)}")
+                raise invalid(f"{at}.message", f"there is no message {mark.message}, the request has {len(spans)}")
             home = spans[mark.message]
             if mark.tool_call_id is not None and mark.tool_call_id != home.tool_call_id:
                 own = "none" if home.tool_call_id is None else repr(home.tool_call_id[:100])
-                raise _bad(f"{at}.tool_call_id", f"message {mark.message} has another, {own}")
+                raise invalid(f"{at}.tool_call_id", f"message {mark.message} has another, {own}")
             if mark.block is not None and mark.block not in [block.id for block in home.blocks]:
-                raise _bad(f"{at}.block", f"message {mark.message} has no block {mark.block[:100]!r}")
-
-
-def _bad(param: str, message: str) -> AkvError:
-    return AkvError("invalid_request", f"{param}: {message}", param=param)
+                raise invalid(f"{at}.block", f"message {mark.message} has no block {mark.block[:100]!r}")

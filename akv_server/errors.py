@@ -39,3 +39,8 @@ class AkvError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+
+
+def invalid(param: str, message: str) -> AkvError:
+    """The error for a field of a request that is not as it has to be."""
+    return AkvError("invalid_request", f"{param}: {message}", param=param)

@@ -18,7 +18,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
-from akv_server.errors import AkvError
+from akv_server.errors import AkvError, invalid
 from akv_server.tokenizer import Tokenizer
 from akv_server.tools import (
     ARGS,
@@ -118,7 +118,7 @@ class Grammars:
             compiled = LLMatcher(self._library, grammar, log_level=0)
             if compiled.is_error():
                 reason = compiled.get_error().partition("\n   1 |")[0].rpartition("JSON schema: ")[2]
-                raise AkvError("invalid_request", f"{param}: cannot be enforced: {reason[:500]}", param=param)
+                raise invalid(param, f"cannot be enforced: {reason[:500]}")
             self._compiled[grammar] = compiled
             if len(self._compiled) > _MAX_GRAMMARS:
                 self._compiled.popitem(last=False)
@@ -286,8 +286,7 @@ class _Writer:
             return f"({' | '.join(map(_quoted, texts))}) {end}"
         if not lenient and not schema.keys() <= _HELD_IN_TEXT:
             param = self._shape.use.functions[i].param
-            message = f"{param}: more than a text's length cannot be enforced where the model writes calls in tags"
-            raise AkvError("invalid_request", message, param=param)
+            raise invalid(param, "more than a text's length cannot be enforced where the model writes calls in tags")
         self._rules.append(f"VALUE_{i}_{n}: {_text_value(schema.get('minLength'), schema.get('maxLength'))}")
         return f"VALUE_{i}_{n}"
 
@@ -301,9 +300,8 @@ class _Writer:
         unnamed = [name for name in required if name not in names]
         if beyond or unnamed:
             what = f"its {min(beyond)}" if beyond else f"the argument {unnamed[0]!r}"
-            param = self._shape.use.functions[i].param
-            message = f"{param}: {what} cannot be enforced where the model writes calls {how}"
-            raise AkvError("invalid_request", message, param=param)
+            message = f"{what} cannot be enforced where the model writes calls {how}"
+            raise invalid(self._shape.use.functions[i].param, message)
         schemas = [{**shared, **properties[n]} if isinstance(properties[n], dict) else properties[n] for n in names]
         return [(name, value, name in required) for name, value in zip(names, schemas, strict=True)]
 
@@ -346,7 +344,7 @@ def _json(schema: Any, space: dict[str, Any], *, lenient: bool) -> str:
     try:
         return f"%json {json.dumps(schema)}"
     except RecursionError:
-        raise AkvError("invalid_request", "a schema is nested too deeply", param="tools") from None
+        raise invalid("tools", "a schema is nested too deeply") from None
 
 
 def _closed(schema: Schema) -> Schema:

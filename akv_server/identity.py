@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from akv_sdk.types import MessageMarking
-from akv_server.errors import AkvError
+from akv_server.errors import AkvError, invalid
 from akv_server.nesting import is_deep
 from akv_server.tools import THINK_CLOSING, THINK_OPENING
 
@@ -60,14 +60,14 @@ def text_of(content: Any, at: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise bad(at, "content is a string, null or a list of parts")
+        raise invalid(at, "content is a string, null or a list of parts")
     texts: list[str] = []
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise bad(f"{at}[{j}].type", f"only parts of type text are supported, not {kind!r}")
+            raise invalid(f"{at}[{j}].type", f"only parts of type text are supported, not {kind!r}")
         if not isinstance(part.get("text"), str):
-            raise bad(f"{at}[{j}].text", "a text part has a text")
+            raise invalid(f"{at}[{j}].text", "a text part has a text")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -76,7 +76,7 @@ def calls_of(message: Message, at: str) -> list[Message]:
     """The tool calls of a message, copied, with their arguments as values. Raises AkvError naming the field."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise bad(at, "tool_calls is a list")
+        raise invalid(at, "tool_calls is a list")
     return [_call(call, f"{at}[{j}]") for j, call in enumerate(calls)]
 
 
@@ -87,19 +87,15 @@ def check_marking(message: Message, at: str) -> None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
-        raise bad(f"{at}.akv{path}", first["msg"]) from None
-
-
-def bad(param: str, message: str) -> AkvError:
-    return AkvError("invalid_request", message, param=param)
+        raise invalid(f"{at}.akv{path}", first["msg"]) from None
 
 
 def _call(call: Any, at: str) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise bad(f"{at}.function", "a tool call has a function")
+        raise invalid(f"{at}.function", "a tool call has a function")
     if not isinstance(function.get("name"), str):
-        raise bad(f"{at}.function.name", "a tool call has the name of a function")
+        raise invalid(f"{at}.function.name", "a tool call has the name of a function")
     arguments = _arguments(function.get("arguments"))
     return {**call, "function": {"name": function["name"], "arguments": {} if arguments is None else arguments}}
 

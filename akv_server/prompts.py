@@ -17,7 +17,7 @@ from akv_server import streams
 from akv_server.answers import claimed_ids, claimed_piece, identity_of
 from akv_server.calls import Call
 from akv_server.chat import Chat, Piece
-from akv_server.errors import AkvError
+from akv_server.errors import AkvError, invalid
 from akv_server.grammar import Shape
 from akv_server.identity import ids_of_inputs, normalise_for_matching
 from akv_server.requests import ChatBody, CompletionBody
@@ -48,11 +48,10 @@ class TextPrompt:
             _check_fits(self._tokenizer.least_tokens(tokens) - len(stream.tokens), self._num_fitting, "prompt")
             tokens = _tokens_of(tokens, self._tokenizer)
         if not tokens:
-            raise AkvError("invalid_request", "prompt: must not be empty", param="prompt")
+            raise invalid("prompt", "must not be empty")
         if max(tokens) >= self._num_vocab:
             at = next(i for i, token_id in enumerate(tokens) if token_id >= self._num_vocab)
-            message = f"prompt[{at}]: the model has no token {tokens[at]}"
-            raise AkvError("invalid_request", message, param=f"prompt[{at}]")
+            raise invalid(f"prompt[{at}]", f"the model has no token {tokens[at]}")
         return streams.continued(stream, tokens)
 
     def answered(self, stream: Stream, generated: list[int], text: str, calls: Sequence[Call] = ()) -> Stream:

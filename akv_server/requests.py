@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from akv_sdk.types import AkvRequest, ContextManagement
-from akv_server.errors import AkvError
-from akv_server.nesting import MAX_DEPTH, is_deep
+from akv_server.errors import AkvError, invalid
+from akv_server.nesting import MAX_DEPTH, check_unicode, is_deep, strings_in
 from akv_server.sampler import SamplingParams
 
 MAX_CHOICES = 32
@@ -207,7 +207,8 @@ def read_json(data: bytes) -> dict[str, Any]:
     if text.count("[") + text.count("{") > MAX_DEPTH:
         _refuse_deep(body)
     if "\\ud" in text or "\\uD" in text:
-        _refuse_surrogates(body, "")
+        for at, string in strings_in(body):
+            check_unicode(string, at)
     return body
 
 
@@ -260,25 +261,7 @@ def _refuse_constant(name: str) -> float:
 def _refuse_deep(body: dict[str, Any]) -> None:
     for key, value in body.items():
         if is_deep(value):
-            message = f"{key[:100]}: lists and objects nest more than {MAX_DEPTH} deep"
-            raise AkvError("invalid_request", message, param=key[:100])
-
-
-def _refuse_surrogates(value: Any, path: str) -> None:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise AkvError(
-                "invalid_request", f"{path}: holds half a surrogate pair, which is no character", param=path
-            ) from None
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _refuse_surrogates(key, path)
-            _refuse_surrogates(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            _refuse_surrogates(item, f"{path}[{i}]")
+            raise invalid(key[:100], f"lists and objects nest more than {MAX_DEPTH} deep")
 
 
 def _json_type(value: Any) -> str:

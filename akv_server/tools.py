@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from akv_server.errors import AkvError
+from akv_server.errors import invalid
 
 Style = Literal["hermes", "xml", "json", "pythonic", "mistral_list", "mistral_args"]  # shown in call_formats.py
 
@@ -88,38 +88,34 @@ def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) ->
         chosen = choice.get("function")
         name = chosen.get("name") if choice.get("type") == "function" and isinstance(chosen, dict) else None
         if not isinstance(name, str):
-            raise _bad("tool_choice", 'an object is {"type": "function", "function": {"name": …}}')
+            raise invalid("tool_choice", 'an object is {"type": "function", "function": {"name": …}}')
         named = tuple(function for function in functions if function.name == name)[:1]
         if not named:
-            raise _bad("tool_choice", f"tools has no function {name[:100]!r}")
+            raise invalid("tool_choice", f"tools has no function {name[:100]!r}")
         return ToolUse(named, "required", many=False)
     if choice not in ("none", "auto", "required"):
-        raise _bad("tool_choice", "is none, auto, required, or names a function")
+        raise invalid("tool_choice", "is none, auto, required, or names a function")
     if choice == "required" and not functions:
-        raise _bad("tool_choice", "cannot be required without tools")
+        raise invalid("tool_choice", "cannot be required without tools")
     return ToolUse(functions, choice if functions else "none", many=parallel is not False)
 
 
 def _function(tool: Any, at: str) -> Function:
     if not isinstance(tool, dict):
-        raise _bad(at, "a tool is an object")
+        raise invalid(at, "a tool is an object")
     if tool.get("type", "function") != "function":
-        raise _bad(f"{at}.type", "only tools of type function are supported")
+        raise invalid(f"{at}.type", "only tools of type function are supported")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise _bad(f"{at}.function", "a tool has a function")
+        raise invalid(f"{at}.function", "a tool has a function")
     name, parameters, strict = function.get("name"), function.get("parameters"), function.get("strict")
     if not isinstance(name, str) or not re.fullmatch(r"[\w.:/-]{1,128}", name, re.ASCII):
-        raise _bad(f"{at}.function.name", "1 to 128 letters, digits and _ . : / -")
+        raise invalid(f"{at}.function.name", "1 to 128 letters, digits and _ . : / -")
     if not isinstance(strict, bool | None):
-        raise _bad(f"{at}.function.strict", "is true or false")
+        raise invalid(f"{at}.function.strict", "is true or false")
     at = f"{at}.function.parameters"
     if not isinstance(parameters, dict | None):
-        raise _bad(at, "is a JSON schema, an object")
+        raise invalid(at, "is a JSON schema, an object")
     if (parameters or {}).get("type", "object") != "object":
-        raise _bad(at, "arguments are an object, so the schema has type object")
+        raise invalid(at, "arguments are an object, so the schema has type object")
     return Function(name, {"type": "object", "properties": {}, **(parameters or {})}, bool(strict), at)
-
-
-def _bad(param: str, message: str) -> AkvError:
-    return AkvError("invalid_request", f"{param}: {message}", param=param)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
 from akv_server.blocks import CallRange
-from akv_server.errors import AkvError
-from akv_server.identity import Message, bad, calls_of, check_marking, has_input, role_of, text_of
+from akv_server.errors import AkvError, invalid
+from akv_server.identity import Message, calls_of, check_marking, has_input, role_of, text_of
+from akv_server.nesting import check_unicode, strings_in
 from akv_server.templates import Template
 
 
@@ -71,25 +72,25 @@ class Turns:
     ) -> None:
         """Raises AkvError("invalid_request") naming the field that has the wrong shape or is no Unicode."""
         if not messages:
-            raise bad("messages", "a conversation needs at least one message")
+            raise invalid("messages", "a conversation needs at least one message")
         self.turns = [_turn(message, f"messages[{i}]", template) for i, message in enumerate(messages)]
         for i, tool in enumerate(tools or ()):
             if not isinstance(tool, dict):
-                raise bad(f"tools[{i}]", "a tool is an object")
-        strings = list(_strings(list(tools or ()), "tools"))
+                raise invalid(f"tools[{i}]", "a tool is an object")
+        strings = list(strings_in(list(tools or ()), "tools"))
         for i, turn in enumerate(self.turns):
             at = f"messages[{i}]"
-            strings += _strings(turn.fields, at)
-            strings += _strings(turn.calls, f"{at}.tool_calls")
+            strings += strings_in(turn.fields, at)
+            strings += strings_in(turn.calls, f"{at}.tool_calls")
             strings.append((f"{at}.content", turn.text))
         for at, text in strings:
-            _check_unicode(text, at)
+            check_unicode(text, at)
         letters = map(chr, chain(_NONCHARACTERS, _PRIVATE_USE))
         unused = (letter for letter in letters if not any(letter in text for _, text in strings))
         try:
             letter, self._mark, self._sentinel = islice(unused, 3)
         except ValueError:
-            raise bad("messages", "the text uses up every private character") from None
+            raise invalid("messages", "the text uses up every private character") from None
         self.escape = Escape(letter, special_texts)
         self._template = template
         self._all = self.turns if template.knows_tools or not tools else _with_tools(self.turns, tools)
@@ -224,14 +225,14 @@ class Turns:
 
 def _turn(message: Message, at: str, template: Template) -> Turn:
     if not isinstance(message, dict):
-        raise bad(at, "a message is an object")
+        raise invalid(at, "a message is an object")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise bad(f"{at}.role", "a message has a role")
+        raise invalid(f"{at}.role", "a message has a role")
     text = text_of(message.get("content"), f"{at}.content")
     for key in ("tool_call_id", "name"):
         if not isinstance(message.get(key), str | None):
-            raise bad(f"{at}.{key}", f"a {key} is a string")
+            raise invalid(f"{at}.{key}", f"a {key} is a string")
     calls = calls_of(message, f"{at}.tool_calls")
     check_marking(message, at)
     return Turn(
@@ -286,19 +287,6 @@ def _end_of_object(text: str, begin: int) -> int | None:
         return None
 
 
-def _strings(value: Any, at: str) -> Iterator[tuple[str, str]]:
-    """Every string in a JSON value, with the name of the field it lies in."""
-    if isinstance(value, str):
-        yield at, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield at, key
-            yield from _strings(inner, f"{at}.{key}")
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from _strings(inner, f"{at}[{i}]")
-
-
 def _map(value: Any, change: Callable[[str], str]) -> Any:
     """A copy of a JSON value with every string changed."""
     if isinstance(value, str):
@@ -306,13 +294,6 @@ def _map(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {change(key): _map(inner, change) for key, inner in value.items()}
     return [_map(inner, change) for inner in value] if isinstance(value, list) else value
-
-
-def _check_unicode(text: str, at: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise bad(at, "the text holds half of a surrogate pair, which no UTF-8 can carry") from None
 
 
 _NONCHARACTERS = range(0xFDD0, 0xFDF0)
