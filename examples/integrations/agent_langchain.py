@@ -26,7 +26,7 @@ def report(layout: LayoutReply) -> None:
 
 with akv_sdk.Client(URL) as akv, akv.session() as session:
     middleware = AkvMiddleware(akv, session.name, akv_sdk.LastNObservations(1), report)
-    model = ChatOpenAI(model="default", base_url=f"{URL}/v1", api_key=SecretStr("none"))
+    model = ChatOpenAI(model="default", base_url=f"{URL}/v1", api_key=SecretStr("none"), max_completion_tokens=300)
     agent = create_agent(model, [read_file], system_prompt="You code.", middleware=[middleware])
     result = agent.invoke({"messages": [HumanMessage("Find the bug.")]})
     print(result["messages"][-1].text)

@@ -21,12 +21,12 @@ def read_file(path: str, limit: float = 30) -> str:
 
 
 messages: list[Any] = [{"role": "system", "content": "You code."}, {"role": "user", "content": "Find the bug."}]
-client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+complete = OpenAI(base_url=f"{URL}/v1", api_key="none").chat.completions.create
 with akv_sdk.Client(URL) as akv, akv.session() as session:
     for _ in range(10):
         drop(session, messages, akv_sdk.LastNObservations(1))
         body = extra_body(session.name)
-        reply = client.chat.completions.create(model="default", messages=messages, tools=[TOOL], extra_body=body)
+        reply = complete(model="default", messages=messages, tools=[TOOL], max_tokens=300, extra_body=body)
         if told := report_of(reply):
             print(f"dropped {told.dropped_tokens}, prefilled {told.prefilled_tokens} of {told.stream_tokens} tokens")
         message: Any = reply.choices[0].message

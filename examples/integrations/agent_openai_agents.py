@@ -4,7 +4,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 
 import akv_sdk
@@ -30,7 +30,9 @@ async def main() -> None:
         chat = OpenAIChatCompletionsModel("default", client)
         model = AkvModel(chat, session, akv_sdk.LastNObservations(1), report)
         config = RunConfig(model=model, call_model_input_filter=mark_outputs, tracing_disabled=True)
-        agent = Agent("coder", instructions="You code.", tools=[read_file])
+        agent = Agent(
+            "coder", instructions="You code.", tools=[read_file], model_settings=ModelSettings(max_tokens=300)
+        )
         result = await Runner.run(agent, "Find the bug.", run_config=config)
         print(result.final_output)
 
