@@ -25,10 +25,6 @@ class Brackets:
         self._at = 0
         self._num_escaped = 0  # characters to come that a backslash took their meaning from
 
-    def skip(self, at: int) -> None:
-        """What is before this need not be scanned."""
-        self._at = max(self._at, at)
-
     def forget(self) -> None:
         """All that was scanned is consumed; the text goes on behind it."""
         self._at = 0
