@@ -236,15 +236,6 @@ def rotation_copy_intensity(*, kv_bytes: int = 2) -> float:
     return 3 / (2 * kv_bytes)
 
 
-def saved_flops(shape: Shape, num_shared: int) -> int:
-    """FLOPs that a cached prefix of `num_shared` tokens saves: `2 N W + 2 L Hq d N (N + 1)`.
-
-    (4 L N d, which is often given for it, is what one later token still pays to attend to that prefix.)
-    """
-    width = shape.num_layers * shape.num_q_heads * shape.head_dim
-    return 2 * num_shared * shape.num_layer_weights + 2 * width * num_shared * (num_shared + 1)
-
-
 def shape_of(model: str) -> Shape:
     """A shape by its name in `SHAPES`, or from a transformers `config.json` (the file or its folder).
 

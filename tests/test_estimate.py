@@ -102,10 +102,10 @@ def test_the_intensities_that_the_kernels_were_counted_to_have() -> None:
 
 
 def test_a_cached_prefix_saves_what_its_prefill_costs() -> None:
-    for num_shared in (1, 7, 12_288):
-        work = cost(LLAMA_70B, num_new=num_shared, num_cached=0)
+    for n in (1, 7, 12_288):
         logits = 2 * 128_256 * 8192
-        assert estimate.saved_flops(LLAMA_70B, num_shared) == work.num_flops - logits
+        weights, attention = 2 * n * LLAMA_70B.num_layer_weights, 2 * 80 * 8192 * n * (n + 1)
+        assert cost(LLAMA_70B, num_new=n, num_cached=0).num_flops - logits == weights + attention
     attending = cost(LLAMA_70B, num_new=1, num_cached=12_287).attention_flops
     assert attending == 4 * 80 * 12_288 * 8192  # the write-up's formula is this, not what is saved
 
