@@ -103,10 +103,10 @@ class Mark(Marking):
 
 
 class AutoDrop(Wire):
-    """When the server lets a marked observation go by itself: once each of its tokens got, on average, less than
-    `epsilon` of what a token of the stream gets, in each of the last `turns` turns. `dry_run`: it only says so."""
+    """When the server lets a marked observation go by itself: once none of its pages got as much as `epsilon` of the
+    attention that an older token gets on average, in each of the last `turns` turns. `dry_run`: it only says so."""
 
-    epsilon: float = Field(default=0.05, gt=0, le=10, allow_inf_nan=False)
+    epsilon: float = Field(default=0.25, gt=0, le=10, allow_inf_nan=False)
     turns: Annotated[StrictInt, Field(ge=1, le=1000)] = 3
     dry_run: StrictBool = False
 

@@ -41,14 +41,10 @@ class Attention:
         self.density[index[old]] += density[old]
         self.num_steps += 1
 
-    def mean(self, spans: Iterable[tuple[int, int]]) -> float:
-        """Density per token of disjoint spans; 0.0 where they are empty."""
-        parts = [self.density[start:end] for start, end in spans]
-        count = sum(len(part) for part in parts)
-        return float(sum(part.sum() for part in parts)) / count if count else 0.0
-
     def share(self, spans: Iterable[tuple[int, int]], reference: Iterable[tuple[int, int]]) -> float:
-        """Density of `spans` over that of `reference`, both per token: neither the length of what is asked for, nor how
-        long the stream is, nor the number of steps, heads and layers bears on it. 1.0 is as much as the rest gets."""
-        rest = self.mean(reference)
-        return self.mean(spans) / rest if rest else 1.0
+        """Density of the loudest page of `spans` over the mean density of `reference`: the number of steps, heads and
+        layers does not bear on it. At least 1.0 where some of it gets as much as the rest does on average; 1.0 where
+        that is nothing."""
+        rest = np.concatenate([np.zeros(0), *(self.density[start:end] for start, end in reference)])
+        loudest = max((float(self.density[start:end].max()) for start, end in spans), default=0.0)
+        return loudest / float(rest.mean()) if rest.any() else 1.0

@@ -3,10 +3,11 @@
 Owns counting quiet turns, what is protected besides what every policy protects, and how it is told. Pure: knows
 neither sessions nor the engine. What may go at all is for `akv_sdk.policies` to say.
 
-An observation's *share* of a turn is the attention density of what would go of it (attention per token, over all heads
-and layers, at the sampled decode steps) over that of all visible tokens of the prompt. The first page stays out of
-both: the first tokens take half of all attention whatever they say. Neither its length nor the stream's bears on a
-share; an observation that gets as much as any other text has 1.
+An observation's *share* of a turn is the attention per token (the mean over all heads and layers, at the sampled decode
+steps) of the loudest page of what would go of it, over that of an older visible token elsewhere. Older is what lies
+before the recent window, which takes most of all attention and is kept anyway. The first page stays out of both sides:
+the first tokens take half of all attention whatever they say. The loudest page and not the mean of all, since an answer
+that needs one line of a long observation looks at that line: the mean hardly moves.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from akv_server.streams import NamedSpan, Stream
 
 NUM_SINK_TOKENS = 16  # a page: the sinks cannot be told apart from the other tokens in it
 NUM_RECENT_TOKENS = 512  # at the stream's end, never dropped
+MIN_TOKENS = 64  # what would free fewer is not worth a guess
 
 EDIT_TYPE = "auto_drop"
 
@@ -48,7 +50,8 @@ class _Quiet:
     def select(self, context: Context) -> Iterator[Drop]:
         for target in context.observations:
             turns = self.quiet.get((target.start, target.end), 0)
-            if turns >= self.turns and target.end <= self.recent and not target.is_reread:
+            is_large = target.num_tokens >= MIN_TOKENS
+            if turns >= self.turns and is_large and target.end <= self.recent and not target.is_reread:
                 yield Drop(target, f"quiet for {turns} turns")
 
 
@@ -87,13 +90,15 @@ def judge(
 
 def shares(context: Context, attention: Attention) -> list[tuple[Target, float]]:
     """The observations that the model sees, and may lose, with their shares of a turn's attention."""
-    prompt = NUM_SINK_TOKENS, len(attention.density)
-    reference = subtract(prompt, context.dropped)
-    return [
-        (target, attention.share([part for part in target.parts if part[0] >= NUM_SINK_TOKENS], reference))
-        for target in context.observations
-        if target.parts and target.end <= prompt[1]
-    ]
+    num_prompt = len(attention.density)
+    older = subtract((NUM_SINK_TOKENS, max(NUM_SINK_TOKENS, num_prompt - NUM_RECENT_TOKENS)), context.dropped)
+    found = []
+    for target in context.observations:
+        parts = [part for whole in target.parts for part in subtract(whole, [(0, NUM_SINK_TOKENS)])]
+        if parts and target.end <= num_prompt:
+            elsewhere = [part for span in older for part in subtract(span, [(target.start, target.end)])]
+            found.append((target, attention.share(parts, elsewhere)))
+    return found
 
 
 def _listed(drops: Sequence[Drop]) -> str:

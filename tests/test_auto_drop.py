@@ -28,7 +28,7 @@ from akv_server.scheduler import Request
 from akv_server.streams import Message, Stream
 from tests.conversations import tagged
 from tests.models import tiny_model
-from tests.perf.auto_drop import Replay
+from tests.perf.auto_drop import Replay, planted
 from tests.server import Server
 from tests.test_engine import GREEDY, some_tokens
 from tests.truth import Truth
@@ -174,6 +174,39 @@ def test_what_is_protected_stays_however_quiet() -> None:
     assert gone(judged(stream, *quiet, marks=[pin, kept]).stream) == set()
     head = judged(stream, *quiet, marks=[types.Mark(message=1, keep_head=30), kept]).stream
     assert head.layout.num_visible == len(stream.tokens) - 70
+    assert gone(judged(stream, *quiet, marks=[types.Mark(message=1, keep_head=37), kept]).stream) == set()  # 63 tokens
+    assert gone(judged(stream_of(63, 64), *quiet).stream) == {"b1"}
+
+
+def test_one_page_that_is_looked_at_keeps_a_whole_observation() -> None:
+    """As when an answer copies one line of a thousand tokens: its mean is well below epsilon, its loudest page not."""
+    stream = stream_of(1000, 100)
+    (block,), _ = (message.blocks for message in stream.messages[1:3])
+    loud, quiet = attention_of(stream, b0=0.01, b1=0.01), attention_of(stream, b0=0.01, b1=0.01)
+    loud.density[block.start + 500 : block.start + 516] = 1.0
+    assert loud.density[block.start : block.end].mean() < 0.03
+    for noted, left in ((loud, {"b1"}), (quiet, {"b0", "b1"})):
+        judged_stream = stream
+        for _ in range(3):
+            judged_stream = auto_drop.judge(judged_stream, noted, SETTINGS, (), ()).stream
+        assert gone(judged_stream) == left
+
+
+def test_the_first_page_counts_on_neither_side() -> None:
+    """An observation that begins in it is judged by the rest of it; one that lies within it not at all."""
+    messages = (
+        Message("o", "user", 0, 14, 2, 13, blocks=(Block("tiny", 5, 12),)),
+        Message("u", "user", 14, 120, 14, 120, blocks=(Block("first", 15, 118),)),
+        Message("a", "assistant", 120, 800, 120, 800),
+    )
+    stream = Stream(tokens=list(range(800)), messages=messages)
+    noted = attention_of(stream, tiny=0.0, first=0.0)
+    noted.density[:16] = 1000.0
+    found = {target.block: share for target, share in auto_drop.shares(auto_drop.Context((), stream.spans()), noted)}
+    assert found == {"first": 0.0}
+    noted.density[16:32] = 2.0  # a page that is looked at, in part or whole
+    found = {target.block: share for target, share in auto_drop.shares(auto_drop.Context((), stream.spans()), noted)}
+    assert found == {"first": 2.0}
 
 
 def test_a_turn_without_a_sample_counts_for_nobody() -> None:
@@ -205,18 +238,18 @@ def test_counts_outlive_the_server(tmp_path: Path) -> None:
         assert journal.load("", "s").result().stream.quiet == stream.quiet != ()
 
 
-@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 9), st.floats(0.01, 3))
-def test_a_share_does_not_depend_on_lengths_or_steps(short: int, long: int, steps: int, level: float) -> None:
-    """A block's tokens at `level` times the others' density, whatever else."""
-    stream = stream_of(short, long, tail=4000)
-    noted = attention_of(stream, b0=level, b1=level)
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 9), st.floats(0.01, 3), st.integers(600, 4000))
+def test_a_share_is_that_of_an_older_token(short: int, long: int, steps: int, level: float, tail: int) -> None:
+    """A block at `level` times the others' density: neither its length nor the stream's bears on its share, nor what
+    the recent window gets, nor the number of steps."""
+    stream = stream_of(short, long, tail=tail)
+    noted = attention_of(stream, b0=level)
+    noted.density[-auto_drop.NUM_RECENT_TOKENS :] = 77.0
     noted.density *= steps
     noted.num_steps = steps
-    found = auto_drop.shares(auto_drop.Context((), stream.spans()), noted)
-    shares = [share for _, share in found]
-    assert shares[0] == pytest.approx(shares[1])
-    weight = (short + long) / (len(stream.tokens) - auto_drop.NUM_SINK_TOKENS)
-    assert shares[0] == pytest.approx(level / (1 + weight * (level - 1)))
+    first, second = (share for _, share in auto_drop.shares(auto_drop.Context((), stream.spans()), noted))
+    assert first == pytest.approx(level)
+    assert second == pytest.approx(1.0) or level < 1.0 < second or second < 1.0 < level
 
 
 # --- over HTTP --------------------------------------------------------------------------------------------------------
@@ -318,26 +351,22 @@ def test_without_a_session_it_says_so_and_a_bad_field_is_named(client: httpx.Cli
 
 
 def test_an_observation_that_the_answer_needs_stays_at_the_default(shared: Path) -> None:
-    """A fact is planted in the midst of a long observation of a real run; three turns in a row ask for it."""
+    """Facts are planted in a long observation of a real run; three turns in a row need one each."""
     messages = read(shared / "trajectories" / "tools-inspect-ctf78.json").tagged()[:7]
-    needle = "Note: the release token of this build is 7f3a-9c21-relay."
-    half = len(messages[5]["content"]) // 2
-    messages[5]["content"] = f"{messages[5]['content'][:half]}\n{needle}\n{messages[5]['content'][half:]}"
-    asks = {"role": "user", "content": "Which release token was noted above? Repeat it exactly."}
-    answers = {"role": "assistant", "content": needle.removeprefix("Note: ").capitalize()}
-    replay = Replay(loader.load("default", weights="int8"), [*messages, *[asks, answers] * 3], max_tokens=8000)
+    replay = Replay(loader.load("default", weights="int8"), planted(messages, [5, 5, 5]), max_tokens=8000)
     replay.turns = replay.turns[-3:]
     attention = {turn: replay.attention(turn) for turn in replay.turns}
-    block = replay.stream.messages[5].blocks[0]
-    assert block.end < len(replay.stream.tokens) - auto_drop.NUM_RECENT_TOKENS, "the recent window does not protect it"
+    (block,) = replay.stream.messages[5].blocks
+    settings = types.AutoDrop()
 
-    def num_left(settings: types.AutoDrop) -> int:
+    def num_left() -> int:
         *_, (_, stream) = replay.judged(attention, settings)
         return stream.layout.num_visible_in(block.start, block.end)
 
-    assert num_left(types.AutoDrop()) == block.end - block.start
-    assert num_left(types.AutoDrop(epsilon=0.5)) == 0  # its mean share is no larger: most of it is beside the point
-    density = attention[replay.turns[0]].density
-    middle = (block.start + block.end) // 2
-    asked = density[middle - 48 : middle + 48].max()
-    assert asked > 10 * np.median(density[block.start : block.end])  # what was asked for is what is looked at
+    assert num_left() == block.end - block.start
+    for turn, noted in attention.items():
+        context = auto_drop.Context(replay.messages, replay.until(turn, Stream()).spans())
+        (share,) = (share for target, share in auto_drop.shares(context, noted) if target.message == 5)
+        assert share > 4 * settings.epsilon, "and not by a hair"
+        noted.density[block.start : block.end] = 0.0
+    assert num_left() == 0, "nothing else has kept it"

@@ -7,8 +7,10 @@ is approximate: attention is that of a model which still sees what was dropped.
 A *need* is a turn that writes an identifier-like word (a path, a number, a name with `_`, `.`, `/` or digits) which one
 earlier observation has, and nothing else before the turn. It is counted where that observation lies before the recent
 window, which is never dropped; a *miss* is a need whose observation was gone when the turn began. Real needs are few,
-so a needle is planted, too: a line in the midst of the longest observation of the first half. Behind the cut trajectory
-the user asks for it four times, and is answered; it is a miss if the needle's observation is gone at the fourth.
+so needles are planted, too: a line in each of up to four of the longest observations of the first half, and three more
+in the longest. Behind the cut trajectory the user asks for one after the other, each once, and is answered: first for
+those that nobody looked at until then, at last in four turns on end for those of the longest. It is a miss if a
+needle's observation is gone when it is asked for.
 
     python -m tests.perf.auto_drop [--only NAME] [--cost]
 
@@ -24,6 +26,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +38,29 @@ from rich.console import Console
 from akv_sdk import types
 from akv_server import auto_drop, loader
 from akv_server.attention import SAMPLED_EVERY, Attention
+from akv_server.blocks import Block
 from akv_server.chat import Chat
 from akv_server.kv import KV
 from akv_server.loader import LoadedModel
 from akv_server.model import StepInput
-from akv_server.ops import Timeline
+from akv_server.ops import Layout, Timeline
 from akv_server.prompts import render
 from akv_server.streams import Stream
 from tests.perf.quality import TRAJECTORIES
 
 JSON = dict[str, Any]
 PAGE_SIZE = 16
-EPSILONS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+EPSILONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
 WORD = re.compile(r"[\w./:@-]{6,}")
-NEEDLES = {  # one for each turn that asks: what was answered once may be copied from the answer
+NUM_HOMES, NUM_ON_END = 4, 4
+NEEDLES = {  # what was answered once may be copied from the answer: none is asked for twice
     "release": "7f3a-9c21-relay",
     "nightly": "b04e-55d8-ferry",
     "signing": "c9a1-17f0-cedar",
     "upload": "2d6b-e83c-amber",
+    "staging": "51be-0f97-slate",
+    "rollback": "e8d2-6a4c-heron",
+    "preview": "3c70-b1d5-maple",
 }
 
 
@@ -111,21 +119,31 @@ class Replay:
         yield len(self.stream.messages), stream
 
 
-def planted(messages: Sequence[JSON]) -> tuple[list[JSON], int]:
-    """The conversation with needles in one observation, and at its end turns that ask for one after the other; and the
-    message that has them."""
+def homes_of(messages: Sequence[JSON]) -> list[int]:
+    """The messages that get needles, in the order in which they are asked for."""
     half = messages[: len(messages) // 2 + 1]
     observations = [i for i, m in enumerate(half) if (m.get("content") or "").startswith("<ephemeral_observation")]
-    home = max(observations, key=lambda i: len(messages[i]["content"]))
-    text, asked = messages[home]["content"], []
-    parts = [text[i * len(text) // 5 : (i + 1) * len(text) // 5] for i in range(5)]
-    for i, (name, token) in enumerate(NEEDLES.items()):
-        parts[i] += f"\nNote: the {name} token of this build is {token}.\n"
+    *others, longest = sorted(observations, key=lambda i: len(messages[i]["content"]))[-NUM_HOMES:]
+    return [*others, *[longest] * NUM_ON_END]
+
+
+def planted(messages: Sequence[JSON], homes: Sequence[int]) -> list[JSON]:
+    """The conversation with needles in these messages, and turns at its end that ask for one after the other."""
+    notes: dict[int, list[str]] = {}
+    asked = []
+    for home, (name, token) in zip(homes, NEEDLES.items(), strict=False):
+        notes.setdefault(home, []).append(f"\nNote: the {name} token of this build is {token}.\n")
         asked += [
             {"role": "user", "content": f"Which {name} token was noted above? Repeat it exactly."},
             {"role": "assistant", "content": f"The {name} token of this build is {token}."},
         ]
-    return [*messages[:home], {**messages[home], "content": "".join(parts)}, *messages[home + 1 :], *asked], home
+    found = list(messages)
+    for home, lines in notes.items():
+        text, count = messages[home]["content"], len(lines) + 1
+        cuts = [i * len(text) // count for i in range(count + 1)]
+        parts = [text[a:b] + line for (a, b), line in zip(pairwise(cuts), [*lines, ""], strict=True)]
+        found[home] = {**messages[home], "content": "".join(parts)}
+    return [*found, *asked]
 
 
 def needs(replay: Replay) -> dict[tuple[int, int], set[str]]:
@@ -152,30 +170,41 @@ class Row:
     tokens_dropped: int = 0
     needs: int = 0
     misses: int = 0
-    needles: int = 0
-    needles_missed: int = 0
+    asked_once: int = 0
+    gone_once: int = 0
+    asked_on_end: int = 0
+    gone_on_end: int = 0
 
 
-def measure(replay: Replay, attention: dict[int, Attention], rows: Sequence[Row], home: int) -> None:
-    """Adds a trajectory to each row; message `home` has the needle."""
+def measure(replay: Replay, attention: dict[int, Attention], rows: Sequence[Row], homes: Sequence[int]) -> None:
+    """Adds a trajectory to each row; its last turns ask for needles in the messages `homes`."""
     messages = replay.stream.messages
-    own_turns = replay.turns[:-NUM_ASKED]
+    asks = dict(zip(replay.turns[-len(homes) :], homes, strict=True))
+    first_on_end = len(homes) - NUM_ON_END
     blocks = {i: b for i, m in enumerate(messages) for b in m.blocks if b.kind == "observation" and b.start < b.end}
     for row in rows:
         settings = types.AutoDrop(epsilon=row.epsilon)
         wanted = needs(replay)
         for turn, stream in replay.judged(attention, settings):
             layout = stream.layout
-            if turn == replay.turns[-1]:
-                row.needles += 1
-                row.needles_missed += layout.num_visible_in(blocks[home].start, blocks[home].end) == 0
-            if turn not in own_turns:
-                continue
-            at_end = stream
-            for block in [blocks[i] for at, i in wanted if at == turn and i in blocks]:
-                if block.end <= messages[turn].start - auto_drop.NUM_RECENT_TOKENS:
-                    row.needs += 1
-                    row.misses += layout.num_visible_in(block.start, block.end) < block.end - block.start
+
+            def is_gone(block: Block, layout: Layout = layout) -> bool:
+                return layout.num_visible_in(block.start, block.end) < block.end - block.start
+
+            if turn in asks:
+                nth = list(asks).index(turn)
+                if nth <= first_on_end:
+                    row.asked_once += 1
+                    row.gone_once += is_gone(blocks[asks[turn]])
+                if nth >= first_on_end:
+                    row.asked_on_end += 1
+                    row.gone_on_end += is_gone(blocks[asks[turn]])
+            elif turn < min(asks):
+                at_end = stream
+                for block in [blocks[i] for at, i in wanted if at == turn and i in blocks]:
+                    if block.end <= messages[turn].start - auto_drop.NUM_RECENT_TOKENS:
+                        row.needs += 1
+                        row.misses += is_gone(block)
         seen = [b for b in blocks.values() if b.end <= len(at_end.tokens)]
         gone = [b.end - b.start - at_end.layout.num_visible_in(b.start, b.end) for b in seen]
         row.observations += len(blocks)
@@ -216,7 +245,7 @@ def cost(loaded: LoadedModel) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trajectories", type=Path, default=TRAJECTORIES)
-    parser.add_argument("--max-tokens", type=int, default=6500)
+    parser.add_argument("--max-tokens", type=int, default=7000)
     parser.add_argument("--only", action="append", metavar="NAME", help="of these names alone; repeatable")
     parser.add_argument("--cost", action="store_true", help="measure what noting attention takes instead")
     options = parser.parse_args()
@@ -235,21 +264,23 @@ def main() -> None:
         fits = [i for i, m in enumerate(stream.messages) if m.role == "assistant" and m.end <= options.max_tokens]
         if len(fits) < 4:
             continue
-        messages, home = planted(messages[: fits[-1] + 1])
-        replay = Replay(loaded, messages, options.max_tokens + 1000)
+        messages = messages[: fits[-1] + 1]
+        homes = homes_of(messages)
+        replay = Replay(loaded, planted(messages, homes), options.max_tokens + 1000)
         attention = {turn: replay.attention(turn) for turn in replay.turns}
-        measure(replay, attention, rows, home)
+        measure(replay, attention, rows, homes)
         for turn in replay.turns:
             context = auto_drop.Context(replay.messages, replay.until(turn, Stream(timeline=Timeline())).spans())
             spread += [share for _, share in auto_drop.shares(context, attention[turn])]
-        misses = [(row.epsilon, row.misses, row.needs, row.needles_missed) for row in rows]
+        misses = [(row.epsilon, row.misses, row.gone_once, row.gone_on_end) for row in rows]
         console.print(f"[dim]{path.stem}: {len(replay.turns)} turns; so far {misses}")
-    print("| epsilon | observations dropped | of their tokens | needed and gone | planted and gone |")
-    print("|---" * 5 + "|")
+    print("| epsilon | observations dropped | of their tokens | needed, gone | asked once, gone | asked on end, gone |")
+    print("|---" * 6 + "|")
     for row in rows:
         freed = row.tokens_dropped / row.tokens
         went = f"{row.dropped} of {row.observations} | {freed:.0%} | {row.misses} of {row.needs}"
-        print(f"| {row.epsilon} | {went} | {row.needles_missed} of {row.needles} |")
+        needles = f"{row.gone_once} of {row.asked_once} | {row.gone_on_end} of {row.asked_on_end}"
+        print(f"| {row.epsilon} | {went} | {needles} |")
     print("shares, by tenths:", [round(q, 3) for q in statistics.quantiles(spread, n=10)])
     Path("out").mkdir(exist_ok=True)
     Path("out/auto-drop.json").write_text(json.dumps([vars(row) for row in rows], indent=1))
