@@ -65,7 +65,7 @@ class Marking(Wire):
 
     `ephemeral`: its observation may be dropped (true), may not (false), or its tags decide (left out). Of an
     observation that is dropped, the first `keep_head` and the last `keep_tail` tokens stay. `pinned`: never dropped.
-    `tags` are SWE-agent's: `keep_output` pins, `remove_output` marks and is dropped by the next policy that counts.
+    `tags` are SWE-agent's: `keep_output` pins, `remove_output` marks and is dropped at once by `LastNObservations`.
     """
 
     ephemeral: StrictBool | None = None

@@ -17,6 +17,7 @@ from akv_kernels import select
 from hypothesis import given
 from hypothesis import strategies as st
 
+import akv_sdk
 from akv_sdk import types
 from akv_server import auto_drop, files, loader
 from akv_server.attention import SAMPLED_EVERY, Attention
@@ -325,6 +326,23 @@ def test_a_dry_run_over_http_leaves_the_stream_alone(client: httpx.Client) -> No
     assert second["ops"] == [] and second["dropped_tokens"] == 0
     agent.auto = ALL | {"turns": 2}
     assert agent.turn()["applied_edits"][0]["type"] == "auto_drop"
+
+
+def test_a_session_of_the_sdk_asks_for_them_by_request_and_sees_what_went(server: Server) -> None:
+    with akv_sdk.Client(server.url) as client, client.session() as session:
+        block = session.observe("1 failed, 2 passed. " * 8)
+        for said in ("go on " * 110, "more", "and more"):
+            session.user(said)
+            settings = akv_sdk.AutoDrop(epsilon=10, turns=2, dry_run=said == "more")
+            reply = session.complete(max_tokens=26, temperature=0, ignore_eos=True, auto_drop=settings)
+            if said == "more":
+                assert any("dry run, would drop obs-1" in warning for warning in reply.akv.warnings)
+            assert session.is_visible(block) == (said != "and more")
+        assert [edit.type for edit in reply.akv.applied_edits] == ["auto_drop"]
+        assert session.ops == tuple(reply.akv.ops) != ()
+        assert not session.spans[0].blocks[0].visible
+        session.user("and?")
+        assert session.complete(max_tokens=1, auto_drop=False).akv.replayed_tokens == 0
 
 
 def test_the_servers_own_setting_holds_for_its_tenants_and_a_request_may_say_no(
