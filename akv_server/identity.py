@@ -39,6 +39,13 @@ def normalise_for_matching(message: Message, ending: str = "") -> Hashable:
     return role, text.removesuffix(ending).strip(), called, None if role == "tool" else message.get("name")
 
 
+def without_reasoning(identity: Hashable) -> Hashable:
+    """The identity that a message has when it comes back from a framework that keeps no reasoning."""
+    assert isinstance(identity, tuple)
+    role, text, *rest = identity
+    return (role, text.partition(THINK_CLOSING)[2] if text.startswith(THINK_OPENING) else text, *rest)
+
+
 def ids_of_inputs(message: Message) -> list[str | None]:
     """The ids of a message's calls whose arguments are an object that is not empty: those with a block of their own."""
     return [call.get("id") for call in calls_of(message, "tool_calls") if has_input(call)]

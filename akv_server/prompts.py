@@ -19,7 +19,7 @@ from akv_server.calls import Call
 from akv_server.chat import Chat, Piece
 from akv_server.errors import AkvError, invalid
 from akv_server.grammar import Shape
-from akv_server.identity import ids_of_inputs, normalise_for_matching
+from akv_server.identity import ids_of_inputs, normalise_for_matching, without_reasoning
 from akv_server.requests import ChatBody, CompletionBody
 from akv_server.streams import Continued, Message, Stream
 from akv_server.tokenizer import Tokenizer
@@ -115,14 +115,17 @@ class ChatPrompt:
         return replace(found, warnings=tuple(warnings))
 
     def _is_in(self, stream: Stream, i: int) -> bool:
-        """Whether message `i` is the stream's own. Of an answer that ended at a stop string the reply did not have that
-        string; what puts it back in its place says what the model wrote."""
+        """Whether message `i` is the stream's own. Of an answer, what the model thought may be left out. One that ended
+        at a stop string has that in the stream, though not in the reply: it may be put back in its place."""
         message = stream.messages[i]
         if self._identities[i] == message.identity:
             return True
         if message.role != "assistant":
             return False
-        cut = [s for s in self._stops if normalise_for_matching(self._messages[i], ending=s) == message.identity]
+        known = (message.identity, without_reasoning(message.identity))
+        if self._identities[i] in known:
+            return True
+        cut = [stop for stop in self._stops if normalise_for_matching(self._messages[i], ending=stop) in known]
         written = self._chat.tokenizer.decode(stream.tokens[message.content_start : message.content_end]) if cut else ""
         return any(stop in written for stop in cut)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from akv_server.identity import normalise_for_matching
+from akv_server.identity import normalise_for_matching, without_reasoning
 from tests.chats import CALLING, RESULT
 
 PYTHON = {"name": "python_interpreter", "arguments": "print(1 + 1)"}
@@ -73,6 +73,7 @@ def test_reasoning_is_the_same_in_the_text_and_in_a_field_of_its_own(said: str):
     other = {identity(f"<think>\nWhy?\n</think>\n\n{said}"), identity(said, "Why?")}
     assert [len(same), len(silent), len(other)] == [1, 1, 1]
     assert len(same | silent | other) == 3
+    assert {without_reasoning(known) for known in same | silent | other} == silent
 
 
 def test_the_code_of_an_answer_comes_back_as_a_call_too():

@@ -124,6 +124,19 @@ def test_a_stop_string_that_is_put_back(chat: Chat) -> None:
                 assert asked(resent, question, stop="else").continued(stream).first_different == 1
 
 
+def test_reasoning_that_does_not_come_back(chat: Chat) -> None:
+    """A framework that keeps none still has the same conversation; one that sends other reasoning has another."""
+    question = {"role": "user", "content": "How many?"}
+    written = "<think>\nOne, two.\n</think>\n\nTwo."
+    first = prompt(chat, [question])
+    stream = first.answered(first.continued(Stream()).stream, chat.tokenizer.encode(written), written)
+    for resent, is_same in (("Two.", True), ("<think>One, two.</think>Two.", True), ("<think>Hm.</think>Two.", False)):
+        continued = prompt(chat, [question, {"role": "assistant", "content": resent}, question]).continued(stream)
+        assert follows(continued, stream) == is_same
+    asked_again = prompt(chat, [question, {"role": "assistant", "content": "Three."}, question]).continued(stream)
+    assert asked_again.first_different == 1
+
+
 def test_what_differs_is_named(chat: Chat) -> None:
     messages = [{"role": "user", "content": f"message {i}"} for i in range(4)]
     stream = prompt(chat, messages).continued(Stream()).stream
