@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
+OPENHANDS := .venv-openhands
+PYTHON312 ?= python3.12
 
-.PHONY: demo test test-frameworks soak check bench quality gpu clean
+.PHONY: demo test test-frameworks test-openhands soak check bench quality gpu clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo  ## set up and run the demo: an agent's observations are dropped, nothing is prefilled twice
@@ -16,6 +18,9 @@ test: $(VENV)/.dev  ## set up and run all tests
 test-frameworks: $(FRAMEWORKS)/.ready  ## agent frameworks as they are, against a server (their own environment; ~1 GB)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks
 	$(FRAMEWORKS)/bin/mypy --cache-dir $(FRAMEWORKS)/.mypy_cache
+
+test-openhands: $(OPENHANDS)/.ready  ## the same for OpenHands' SDK, which needs Python 3.12 and goes with none of the others
+	OMP_NUM_THREADS=1 $(OPENHANDS)/bin/python -m pytest tests/frameworks/test_openhands.py
 
 soak: $(VENV)/.dev  ## the long form of the random tests: 100,000 steps of the cache, 60 kills, ten minutes of load
 	AKV_SOAK=1 $(BIN)/python -m pytest tests/test_cache.py tests/test_journal.py tests/test_load.py
@@ -52,5 +57,11 @@ $(FRAMEWORKS)/.ready: $(FRAMEWORKS)/.python pyproject.toml
 	$(FRAMEWORKS)/bin/python -m pip install -q -e '.[frameworks]'
 	touch $@
 
+$(OPENHANDS)/.python: PYTHON = $(PYTHON312)
+
+$(OPENHANDS)/.ready: $(OPENHANDS)/.python pyproject.toml
+	$(OPENHANDS)/bin/python -m pip install -q -e '.[openhands]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FRAMEWORKS) $(OPENHANDS) .pytest_cache .mypy_cache .ruff_cache
