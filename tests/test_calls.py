@@ -29,6 +29,8 @@ def parsed(
                 assert delta.arguments
                 calls[delta.index][1] += delta.arguments
     assert [(call.name, call.arguments) for call in parser.calls] == [tuple(call) for call in calls]
+    ids = [call.id for call in parser.calls]
+    assert ids == sorted(set(ids))  # a framework that sorts calls by their ids leaves them where they are
     whole = "".join(parts)
     for call in parser.calls:
         assert call.begin == call.end or whole[call.begin - 1 : call.end + 1].startswith(call.arguments)
