@@ -18,7 +18,7 @@ def report(layout: LayoutReply) -> None:
 
 model = AkvModel(
     model_name="openai/default",
-    model_kwargs={"api_base": f"{URL}/v1", "api_key": "none"},
+    model_kwargs={"api_base": f"{URL}/v1", "api_key": "none", "max_tokens": 300},
     policy=akv_sdk.LastNObservations(1),
     report=report,
 )

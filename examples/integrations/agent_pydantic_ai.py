@@ -26,7 +26,8 @@ def report(layout: LayoutReply) -> None:
 
 async def main() -> None:
     async with akv_sdk.AsyncClient(URL) as akv:
-        model = OpenAIChatModel("default", provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
+        provider = OpenAIProvider(base_url=f"{URL}/v1", api_key="none")
+        model = OpenAIChatModel("default", provider=provider, settings={"max_tokens": 300})
         capability = AkvCapability(akv, akv_sdk.LastNObservations(1), report)
         agent = Agent(model, instructions="You code.", tools=[read_file], capabilities=[capability])
         result = await agent.run("Find the bug.")

@@ -30,7 +30,7 @@ def report(layout: LayoutReply) -> None:
 
 with akv_sdk.Client(URL) as akv, akv.session() as session:
     extra = in_session(None, session.name)
-    model = OpenAIModel("default", api_base=f"{URL}/v1", api_key="none", extra_body=extra)
+    model = OpenAIModel("default", api_base=f"{URL}/v1", api_key="none", extra_body=extra, max_tokens=300)
     step = AkvStep(session, akv_sdk.LastNObservations(1), report)
     agent = CodeAgent([read_file], model, step_callbacks=[step], verbosity_level=0)
     print(agent.run("Find the bug."))
