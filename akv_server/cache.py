@@ -3,97 +3,23 @@
 `plan()` decides and mutates nothing; `open`, `reserve`, `publish`, `release` and `close` alone mutate; `check()`
 asserts the invariants. Owns leases (what running sequences hold). Knows pages as ids and KV through one function that
 copies a page; knows neither torch nor requests.
-
-The rule behind `plan` (DESIGN section 4): to compute token i, every token that the layout *at i* sees must be there.
-So the tokens that must be computed are found backwards, phase by phase, from those that the end needs:
-
-    phases      |------ 0 ------|-- 1 --|---- 2 ----|   an op between each two
-    needed at the end:  visible after the last op, and not there
-    needed by phase 2:  + what layout 2 sees, below its last token to be computed
-    needed by phase 1:  + ...
-
-For a plain continuation that is just the new tokens; for a stream whose KV was lost, all of it in the same phases; for
-one whose dropped span was evicted, nothing; for a restored span that is gone, the span alone. Tokens that nobody needs
-are never computed.
-
-What eviction takes may be kept in a *tier*: host memory or a file, behind a small interface. It keeps blocks, of
-`page_size` tokens aligned to the stream's index, under a key that says what the tree's key says: the salt and every
-symbol, token or op, up to the block's end. A token that a block brings back asks for nothing before it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
-from akv_server.errors import AkvError
-from akv_server.ops import FORGOTTEN, Layout, Signature, Timeline
+from akv_server.masks import Array, shifts, states, visible_mask
+from akv_server.ops import FORGOTTEN, INFINITY, Timeline
+from akv_server.planning import Plan, Tier, block_keys, make_plan
 from akv_server.pool import Pool
-from akv_server.radix import Array, Edge, Match, RadixTree, fragmentation, shifts, visible_mask
+from akv_server.radix import Edge, RadixTree, fragmentation
 
 CopyPage = Callable[[int, int, int], None]  # (source page, target page, number of leading slots)
 Move = Callable[[Array, Array, Array], None]  # (source slots, target slots, what to turn each key by)
-
-
-class Tier(Protocol):
-    """Where blocks of evicted KV may be kept. It may lose any of them at any time."""
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether to bring a block back takes less time, as things stand, than to compute it."""
-
-    def __contains__(self, key: bytes) -> bool: ...
-
-    def store(self, key: bytes, slots: Array, written: Array) -> None:
-        """Copies what is in the slots now, or does nothing. int32 [page_size] each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch `[start, end)` of indexes to run through the model under one layout. Where `resident`, its KV is there
-    and only the output of its last token is wanted; where `loads`, the tier has it and nothing need be run."""
-
-    start: int
-    end: int
-    layout: Layout
-    phase: int
-    resident: bool
-    loads: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What it takes to have a stream's KV, and the output behind its last token. Valid until the cache is mutated."""
-
-    salt: str
-    tokens: Array  # int32 [num_tokens]
-    timeline: Timeline
-    match: Match
-    todo: tuple[Span, ...]  # ascending
-    last_need: (
-        Array  # int32 [num_tokens]: the last phase that reads the token, num_phases for "still visible at the end"
-    )
-    num_phases: int
-    num_computed: int  # tokens in `todo` whose KV is nowhere
-    num_forgotten: int
-    num_loaded: int  # tokens in `todo` whose KV the tier has
-    keys: dict[int, bytes]  # of blocks that the tier has, by number
-
-    @property
-    def computed_indexes(self) -> Array:
-        """int64 [num_computed], ascending."""
-        return span_indexes(self.todo)
-
-
-def span_indexes(spans: Iterable[Span]) -> Array:
-    """int64, ascending: the indexes of those tokens that have to be computed."""
-    found = [np.arange(s.start, s.end) for s in spans if not (s.resident or s.loads)]
-    return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +35,8 @@ class Lease:
     last_need: Array  # int32 [num prompt tokens]
     num_phases: int
     pages: set[int] = field(default_factory=set)
-    edge: Edge | None = None  # the edge it goes on from
+    edge: Edge | None = None  # the last edge of the tree that lies in its stream whole
+    changed: list[tuple[int, int]] = field(default_factory=list)  # up to there, slots that the tree may not know of
     version: int = 0  # grows when a token that was there moves to another slot
 
 
@@ -173,54 +100,20 @@ class Cache:
 
         Raises AkvError `invalid_request` when all of the stream is forgotten, so that there is nothing to go on from.
         """
-        n = len(tokens)
         match = self.tree.match(salt, tokens, timeline)
-        resident = np.zeros(n, bool)
+        resident = np.zeros(len(tokens), bool)
         resident[: match.length] = match.slots >= 0
-        forgotten = _forgotten_mask(timeline.layout_at(n), n)
-        phases = list(timeline.phases(n))
-        last_need = np.full(n, -1, np.int32)
-        last_need[visible_mask(timeline.layout_at(n), n)] = len(phases)
-        wanted = np.zeros(n, bool)
-        if outputs == "all":
-            wanted = ~resident & ~forgotten
-            if outputs_from is not None:
-                wanted[outputs_from:] = ~forgotten[outputs_from:]
-        if outputs != "none":
-            sources = np.flatnonzero(~forgotten)
-            if not len(sources):
-                raise AkvError("invalid_request", "all tokens of the stream are forgotten", param="akv.ops")
-            wanted[sources[-1]] = True
         loadable, keys = self.in_tier(salt, tokens, timeline, resident)
-        loadable &= ~(forgotten | wanted)
-        missing = ~(resident | loadable)
-        todo: list[Span] = []
-        for phase in range(len(phases) - 1, -1, -1):
-            start, end, layout = phases[phase]
-            if not (wanted[start:end] | ((last_need[start:end] >= 0) & ~resident[start:end])).any():
-                continue  # all that is needed of it is there: most phases of a long history
-            run = wanted[start:end] | ((last_need[start:end] >= 0) & missing[start:end])
-            if run.any():
-                top = start + int(np.flatnonzero(run)[-1]) + 1
-                seen = visible_mask(layout.feed(top - layout.num_tokens), top)
-                last_need[:top][seen & (last_need[:top] < phase)] = phase
-            needed = last_need[start:end] >= 0
-            kind = np.where(wanted[start:end] | (needed & missing[start:end]), np.where(resident[start:end], 2, 1), 0)
-            kind[needed & loadable[start:end]] = 3
-            todo += [Span(s, e, layout, phase, k == 2, k == 3) for s, e, k in reversed(_stretches(kind, start))]
-        todo.reverse()
-        return Plan(
+        return make_plan(
             salt,
             tokens,
             timeline,
             match,
-            tuple(todo),
-            last_need,
-            len(phases),
-            len(span_indexes(todo)),
-            int(forgotten.sum()),
-            sum(span.end - span.start for span in todo if span.loads),
+            resident,
+            loadable,
             keys,
+            outputs=outputs,
+            outputs_from=outputs_from,
         )
 
     def in_tier(self, salt: str, tokens: Array, timeline: Timeline, resident: Array) -> tuple[Array, dict[int, bytes]]:
@@ -230,9 +123,9 @@ class Cache:
         loadable, keys = np.zeros(len(tokens), bool), {}
         lacking = np.unique(np.flatnonzero(~resident) // size).tolist()
         if self._tier is not None and lacking and self._tier.is_faster:
-            known = block_keys(salt, tokens, [(p.at, p.signature) for p in timeline.points], size, lacking[0])
-            for block in lacking:
-                if block < len(tokens) // size and (key := known[block - lacking[0]]) in self._tier:
+            points = [(point.at, point.digest) for point in timeline.points]
+            for block, key in block_keys(salt, tokens, points, size, lacking).items():
+                if key in self._tier:
                     keys[block] = key
                     loadable[block * size : (block + 1) * size] = True
         return loadable & ~resident, keys
@@ -244,12 +137,17 @@ class Cache:
             most = max(most, int((plan.last_need[: span.end] >= span.phase).sum()))
         return most <= self.pool.num_pages * self.page_size
 
+    @property
+    def num_obtainable(self) -> int:
+        """Pages that are free or that eviction could free."""
+        return self.pool.num_free + self.pool.num_evictable
+
     def room_for(self, plan: Plan) -> bool:
         """Whether the plan's first tokens could be computed now, once what nobody runs on is evicted."""
         needed = self._pages_of(plan.match.slots[plan.last_need[: plan.match.length] >= 0])
         kept = sum(self.pool.edges[page] > 0 and not self.pool.leases[page] for page in needed)
         new = -(-(plan.num_computed + plan.num_loaded) // self.page_size) + 1
-        return new <= self.pool.num_free + self.pool.num_evictable - kept
+        return new <= self.num_obtainable - kept
 
     @property
     def is_sparse(self) -> bool:
@@ -257,7 +155,8 @@ class Cache:
         return bool(self._sparse_leases or self.tree.sparse)
 
     def plan_compaction(self, max_tokens: int) -> Compaction | None:
-        """The next piece of compaction, of at most `max_tokens` survivors, or None. Mutates nothing.
+        """The next piece of compaction, of at most `max_tokens` survivors, or None. Histories from which nothing can be
+        gained are forgotten on the way, until they change; nothing else is mutated.
 
         Only pages that one history alone sees and nobody else runs on, and only if fewer pages come of them. A key is
         turned at most once in its life: one that was turned before is moved as it is, and read with its delta.
@@ -266,6 +165,10 @@ class Cache:
         for owner in owners:
             if found := self.compaction_of(owner, max_tokens):
                 return found
+            if isinstance(owner, Lease):
+                del self._sparse_leases[owner]
+            else:
+                del self.tree.sparse[owner]
         return None
 
     def compaction_of(self, owner: Edge | Lease, max_tokens: int) -> Compaction | None:
@@ -273,15 +176,12 @@ class Cache:
         if isinstance(owner, Lease):
             n = owner.num_tokens
             slots, written, layout = owner.slots[:n], owner.written[:n], owner.timeline.layout_at(n)
-            computed = [(start, end, phase) for start, end, phase in owner.timeline.phases(n)]
+            kept = slots >= 0
         else:
             path = self.tree.path(owner)
             slots, written = (np.concatenate([getattr(e, name) for e in path]) for name in ("slots", "written"))
-            layout, computed = owner.layout, [(edge.start, edge.end, edge.layout) for edge in path]
-        n = len(slots)
-        kept = slots >= 0
-        if isinstance(owner, Edge):
-            kept &= visible_mask(layout.feed(n - layout.num_tokens), n)
+            n, layout = owner.end, owner.layout.feed(owner.end - owner.layout.num_tokens)
+            kept = (slots >= 0) & visible_mask(layout, n)
         index = np.flatnonzero(kept)
         page_of = slots[index] // self.page_size
         pages, first, count = np.unique(page_of, return_index=True, return_counts=True)
@@ -300,11 +200,15 @@ class Cache:
         if -(-num_tokens // self.page_size) >= len(chosen):
             return None
         survivors = index[np.isin(page_of, pages[chosen])]
-        fresh = np.zeros(n, np.int32)  # the shift that each key was first written with
-        for start, end, phase in computed:
-            fresh[start:end] = shifts(phase, start, end)
+        if isinstance(owner, Lease):
+            computed = [owner.timeline.phase_of(i)[2] for i in survivors.tolist()]
+        else:
+            place = np.searchsorted([e.start for e in path], survivors, side="right") - 1
+            computed = [path[i].layout for i in place.tolist()]
+        # the shift that each key was first written with
+        fresh = np.array([phase.shift(i) for i, phase in zip(survivors.tolist(), computed, strict=True)], np.int32)
         shift, was = shifts(layout, 0, n)[survivors], written[survivors]
-        delta = np.where(was == fresh[survivors], shift - was, 0).astype(np.int32)
+        delta = np.where(was == fresh, shift - was, 0).astype(np.int32)
         return Compaction(owner, len(chosen), survivors, slots[survivors], delta, was + delta)
 
     # Mutate --------------------------------------------------------------------------------------------------------
@@ -322,10 +226,9 @@ class Cache:
         lease = Lease(plan.salt, plan.timeline, n, ids, slots, written, plan.last_need, plan.num_phases)
         self._leases.add(lease)
         self._repage(lease)
-        if match.edges:
-            self.tree.touch(match.edges[-1])
-            if match.ends_on_edge:
-                self._attach(lease, match.edges[-1])
+        self._attach(lease, match.edge)
+        if match.last is not None:
+            self.tree.touch(match.last)
         return lease
 
     def append(self, lease: Lease, token: int) -> None:
@@ -365,6 +268,7 @@ class Cache:
             behind = lease.slots // size == source
             moved = behind & (lease.slots % size < used)  # what lies behind a hole stays where it is
             lease.slots[moved] += (page - source) * size
+            self._note_change(lease, int(moved.argmax()), start)
             lease.version += 1
             if (moved == behind).all():
                 lease.pages.remove(source)
@@ -374,24 +278,34 @@ class Cache:
         del slots[end - start :]
         lease.slots[start:end] = slots
         lease.written[start:end] = written_shift
+        self._note_change(lease, start, end)
         for slot in slots:
             self.pool.filled[slot // size] = slot % size + 1
         return True
 
+    def _note_change(self, lease: Lease, start: int, end: int) -> None:
+        if lease.edge is not None and start < lease.edge.end:
+            lease.changed.append((start, end))
+
     def publish(self, lease: Lease, end: int) -> None:
         """Gives the first `end` tokens of the lease's stream to the tree, so that others may go on from them. Tokens
         that the tree has already are read from there from now on, and the lease's own copy is let go."""
-        ids = lease.tokens[:end]
-        edge = self.tree.insert(lease.salt, ids, lease.timeline, lease.slots[:end], lease.written[:end])
-        if edge is None:
+        n = max(end, lease.edge.end if lease.edge is not None else 0)
+        if not n:
             return
+        changed = [(start, min(stop, end)) for start, stop in lease.changed if start < end]
+        lease.changed = [(max(start, end), stop) for start, stop in lease.changed if stop > end]
+        edge, has_moved = self.tree.insert(
+            lease.salt,
+            lease.tokens[:n],
+            lease.timeline,
+            lease.slots[:n],
+            lease.written[:n],
+            behind=lease.edge,
+            changed=changed,
+        )
         self._attach(lease, edge)
-        match = self.tree.match(lease.salt, ids, lease.timeline)
-        assert match.length == end
-        adopt = (lease.slots[:end] >= 0) & (match.slots != lease.slots[:end])
-        if adopt.any():
-            lease.slots[:end][adopt] = match.slots[adopt]
-            lease.written[:end][adopt] = match.written[adopt]
+        if has_moved:
             lease.version += 1
             self._repage(lease)
 
@@ -456,8 +370,8 @@ class Cache:
         self._leases.remove(lease)
 
     def evict_all(self) -> int:
-        """Frees every page that nobody runs on and returns how many."""
-        return self.tree.evict(self.pool.num_pages)
+        """Frees every page that nobody runs on and returns how many. Of edges that nobody runs on none is left."""
+        return self.tree.evict(INFINITY)
 
     def _keep(self, edge: Edge, start: int, end: int) -> None:
         """Offers the tier those blocks that tokens `[start, end)` of the edge are part of, and that are all there."""
@@ -479,17 +393,17 @@ class Cache:
             np.concatenate([getattr(e, name) for e in path])[: stop * size] for name in ("tokens", "slots", "written")
         )
         absent = slots < 0
-        lost = absent & ~_forgotten_mask(edge.layout, stop * size)
-        keys = block_keys(edge.salt, tokens, [(e.start, e.ops) for e in path if e.ops], size, first)
-        for block, key in zip(range(first, stop), keys, strict=True):
+        lost = absent & (states(edge.layout, stop * size) != FORGOTTEN)
+        points = [(e.start, e.digest) for e in path if e.ops]
+        for block, key in block_keys(edge.salt, tokens, points, size, range(first, stop)).items():
             inside = slice(block * size, (block + 1) * size)
             there = slots[inside][~absent[inside]]
             if len(there) and not lost[inside].any() and key not in self._tier:
                 # a forgotten token has no KV and needs none: another's stands in its place
                 self._tier.store(key, np.where(absent[inside], there[0], slots[inside]), written[inside])
 
-    def _attach(self, lease: Lease, edge: Edge) -> None:
-        if lease.edge is not edge:
+    def _attach(self, lease: Lease, edge: Edge | None) -> None:
+        if edge is not None and lease.edge is not edge:
             self._detach(lease)
             lease.edge = edge
             self.tree.attach(edge)
@@ -518,45 +432,8 @@ class Cache:
             assert lease.pages == self._pages_of(lease.slots)
             for page in lease.pages:
                 leased[page] += 1
+            if lease.edge is not None:
+                path = self.tree.path(lease.edge)
+                assert lease.edge.alive and (path[-1].digest == lease.timeline.digest_at(path[-1].start))
+                assert (np.concatenate([e.tokens for e in path]) == lease.tokens[: lease.edge.end]).all()
         assert leased == self.pool.leases
-
-
-def _forgotten_mask(layout: Layout, num_tokens: int) -> Array:
-    mask = np.zeros(num_tokens, bool)
-    for run in layout.runs:
-        if run.state == FORGOTTEN:
-            mask[run.start : run.end] = True
-    return mask
-
-
-def _stretches(kind: Array, start: int) -> list[tuple[int, int, int]]:
-    """Maximal `(start, end, kind)` stretches of one kind each; those of kind 0 are left out."""
-    cuts = np.flatnonzero(np.diff(kind)) + 1
-    edges = [0, *cuts.tolist(), len(kind)]
-    return [(start + a, start + b, int(kind[a])) for a, b in itertools.pairwise(edges) if kind[a]]
-
-
-def block_keys(
-    salt: str, tokens: Array, points: Sequence[tuple[int, Signature]], page_size: int, first: int
-) -> list[bytes]:
-    """Keys of the whole blocks from number `first` on: a hash of the salt and all symbols up to the block's end.
-
-    Args:
-        tokens: int32 [num_tokens].
-        points: stream lengths at which ops take effect, ascending, with their canonical signature.
-    """
-    name = salt.encode()
-    symbols = hashlib.blake2b(np.int64(len(name)).tobytes() + name, digest_size=32)
-    keys = []
-    at = num_points = 0
-    for end in range((first + 1) * page_size, len(tokens) + 1, page_size):
-        while num_points < len(points) and points[num_points][0] < end:
-            point, signature = points[num_points]
-            symbols.update(tokens[at:point].tobytes())
-            symbols.update(np.int32(-len(signature)).tobytes())  # below zero: no token
-            symbols.update(np.array(signature, np.int64).tobytes())
-            at, num_points = point, num_points + 1
-        symbols.update(tokens[at:end].tobytes())
-        keys.append(symbols.copy().digest())
-        at = end
-    return keys

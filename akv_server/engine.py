@@ -21,15 +21,16 @@ from akv_kernels.plan import SequencePlan, build_plan
 from torch import Tensor
 
 from akv_server.attention import SAMPLED_EVERY
+from akv_server.batch import GeneratedToken, Request, Running, Score, State, Step
 from akv_server.cache import Cache
 from akv_server.errors import AkvError
 from akv_server.graphs import DecodeGraphs, capture_cuda_graphs
 from akv_server.kv import KV
+from akv_server.masks import Array, visible_mask
 from akv_server.model import Model, StepInput
-from akv_server.ops import History, Timeline
-from akv_server.radix import Array, visible_mask
+from akv_server.ops import Timeline
 from akv_server.sampler import Draw, logprobs, sample
-from akv_server.scheduler import GeneratedToken, Request, Running, Scheduler, Score, State, Step
+from akv_server.scheduler import Scheduler
 from akv_server.tier import File, Memory, Storage, Tier
 
 log = logging.getLogger("akv")
@@ -132,7 +133,7 @@ class Engine:
             self._thread.join()
             self._thread = None
         with self._lock:
-            for request in [r.request for r in self.scheduler.running] + [e[0] for e in self.scheduler.waiting]:
+            for request in [r.request for r in self.scheduler.running] + [w.request for w in self.scheduler.waiting]:
                 self.scheduler.abort(request.request_id)
             if self.tier is not None:
                 deadline = time.monotonic() + _STOP_S
@@ -143,9 +144,9 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises AkvError at once where it can never run: `context_length_exceeded`,
         `out_of_pages`, or a history that cannot hold."""
-        self.scheduler.check_request(request)
+        waiting = self.scheduler.checked(request)
         with self._work:
-            self.scheduler.submit(request)
+            self.scheduler.submit(waiting)
             self._work.notify()
 
     def abort(self, request_id: str) -> None:
@@ -163,18 +164,21 @@ class Engine:
         with self._lock:
             return self.cache.evict_all()
 
-    def residency(self, salt: str, tokens: list[int], history: History, *, with_tier: bool = False) -> tuple[int, int]:
+    def residency(
+        self, salt: str, tokens: Sequence[int], timeline: Timeline, *, with_tier: bool = False
+    ) -> tuple[int, int]:
         """`(visible tokens whose KV is there, pages they lie in)` of a stream; `with_tier` also counts tokens that
-        would be brought back instead of being computed. Mutates nothing."""
-        timeline, ids = Timeline(history), np.asarray(tokens, np.int32)
+        would be brought back instead of being computed. Mutates nothing. Waits while a step is decided or committed, so
+        an event loop calls it in a thread."""
+        ids = np.asarray(tokens, np.int32)
         visible = visible_mask(timeline.layout_at(len(tokens)), len(tokens))
         with self._lock:
             match = self.cache.tree.match(salt, ids, timeline)
             there = np.zeros(len(tokens), bool)
             there[: match.length] = match.slots >= 0
-            loadable, _ = self.cache.in_tier(salt, ids, timeline, there)
+            loadable = self.cache.in_tier(salt, ids, timeline, there)[0] if with_tier else there
         pages = np.unique(match.slots[(visible & there)[: match.length]] // self.config.page_size)
-        return int((visible & (there | loadable if with_tier else there)).sum()), len(pages)
+        return int((visible & (there | loadable)).sum()), len(pages)
 
     def check(self) -> None:
         """Asserts the cache's invariants."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from akv_server.attention import Attention
+from akv_server.batch import GeneratedToken, Outcome, Request
 from akv_server.calls import Call, CallDelta, Parser, in_order
 from akv_server.grammar import Constraint
 from akv_server.metrics import RequestMetrics, Watch
 from akv_server.ops import Timeline
 from akv_server.sampler import SamplingParams
-from akv_server.scheduler import GeneratedToken, Outcome, Request
 from akv_server.tokenizer import Tokenizer
 from akv_server.values import overlap
 

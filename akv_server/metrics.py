@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from akv_sdk.types import CacheStats
-from akv_server.scheduler import Outcome
+from akv_server.batch import Outcome
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 150, 400)
@@ -102,7 +102,7 @@ class Watch:
 
     def on_done(self, outcome: Outcome) -> None:
         metrics, now = self._metrics, self._metrics.clock()
-        num_prompt = outcome.cached_tokens + outcome.prefilled_tokens + outcome.replayed_tokens
+        num_prompt = outcome.cached_tokens + outcome.prefilled_tokens + outcome.replayed_tokens + outcome.absent_tokens
         with metrics.lock:
             metrics.finished[outcome.finish_reason] += 1
             metrics.whole.observe(now - self._arrived_s)

@@ -12,7 +12,8 @@ so an op on "everything computed later" and a token that is forgotten before it 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -124,22 +125,19 @@ class Layout:
         return self.runs[self._at(index)].state == VISIBLE
 
     def position(self, index: int) -> int:
-        return index + self.runs[self._at(index)].shift
+        return index + self.shift(index)
 
-    def runs_in(self, start: int, end: int) -> Iterator[Run]:
+    def shift(self, index: int) -> int:
+        """How far a token sits from its index."""
+        return self.runs[self._at(index)].shift
+
+    def runs_in(self, start: int, end: int) -> tuple[Run, ...]:
         """The runs that share an index with `[start, end)`, not cut to it."""
-        for place in range(self._at(start), len(self.runs)):
-            if self.runs[place].start >= end:
-                break
-            yield self.runs[place]
+        return self.runs[self._at(start) : self._at(end - 1) + 1] if start < end else ()
 
     def num_visible_in(self, start: int, end: int) -> int:
         """Visible tokens with an index in `[start, end)`; those not yet computed count too."""
-        total = 0
-        for run in self.runs_in(start, end):
-            if run.state == VISIBLE:
-                total += min(run.end, end) - max(run.start, start)
-        return total
+        return self._num_in_state(start, end, VISIBLE)
 
     def num_forgotten_in(self, start: int, end: int) -> int:
         """Forgotten tokens with an index in `[start, end)`."""
@@ -172,8 +170,9 @@ class Layout:
     def change_to(self, after: Layout) -> Signature:
         """The canonical difference between this layout and `after`, both at the same stream length."""
         changes: list[Change] = []
-        i = j = 0
-        start = 0
+        pairs = enumerate(zip(self.runs, after.runs, strict=False))
+        i = j = next((place for place, (a, b) in pairs if a is not b), len(self.runs))  # an op leaves most runs as is
+        start = self.runs[i].start if i < len(self.runs) else INFINITY
         while start < INFINITY:
             a, b = self.runs[i], after.runs[j]
             end = min(a.end, b.end)
@@ -192,8 +191,13 @@ class Layout:
         return bisect_right(self.runs, index, key=lambda run: run.start) - 1
 
     def _num_in_state(self, start: int, end: int, state: int) -> int:
-        pieces = (r for r in self.runs if r.state == state)
-        return sum(max(0, min(r.end, end) - max(r.start, start)) for r in pieces)
+        runs = self.runs_in(start, end)
+        total = sum([last - first for first, last, _, found, _ in runs if found == state])
+        if runs and runs[0].state == state:
+            total -= start - runs[0].start
+        if runs and runs[-1].state == state:
+            total -= runs[-1].end - end
+        return total
 
     def _check_span(self, op: Op) -> None:
         n, end = self.num_tokens, op.end
@@ -281,11 +285,28 @@ def _merged(before: tuple[Run, ...], pieces: Iterable[Run], after: tuple[Run, ..
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A stream length at which a history changes something, with what it changes and what comes of it."""
+    """A stream length at which a history changes something, with what it changes and what comes of it.
+
+    `peak` is the highest `next_position` that the tokens before it came to. `digest` names all that changed up to here,
+    this point included: equal for histories that mean the same.
+    """
 
     at: int
     signature: Signature
     layout: Layout = field(repr=False)
+    peak: int = 0
+    digest: bytes = b""
+
+    def then(self, before: Layout, after: Layout) -> Point | None:
+        """The next point, where `before` becomes `after`; None if that is no change."""
+        at, signature = before.num_tokens, before.change_to(after)
+        if not signature:
+            return None
+        digest = hashlib.blake2b(self.digest + repr((at, signature)).encode(), digest_size=16).digest()
+        return Point(at, signature, after, max(self.peak, before.next_position), digest)
+
+
+_BEGINNING = Point(0, (), Layout())
 
 
 class Timeline:
@@ -306,8 +327,8 @@ class Timeline:
         if known is not None and known.history and history[: len(known.history)] == known.history:
             # what stands at the last point may go on there, so that point is worked out again
             last_at = known.history[-1].at
-            i = next(j for j, op in enumerate(known.history) if op.at == last_at)
-            self.points = [point for point in known.points if point.at < last_at]
+            i = bisect_left(known.history, last_at, key=lambda op: op.at)
+            self.points = known.points[: known._num_points(last_at - 1)]
         layout = self.points[-1].layout if self.points else Layout()
         while i < len(history):
             at = history[i].at
@@ -320,30 +341,58 @@ class Timeline:
                 except AkvError as error:
                     raise AkvError(error.code, f"ops[{i}]: {error.message}", param=f"ops[{i}]") from error
                 i += 1
-            if signature := before.change_to(layout):
-                self.points.append(Point(at, signature, layout))
+            if point := (self.points[-1] if self.points else _BEGINNING).then(before, layout):
+                self.points.append(point)
 
     def layout_at(self, num_tokens: int) -> Layout:
         """The layout of the first `num_tokens` tokens with every op of `at <= num_tokens` applied: what the token with
         index `num_tokens` is computed under."""
-        i = bisect_right(self.points, num_tokens, key=lambda p: p.at)
-        layout = self.points[i - 1].layout if i else Layout()
+        layout = self._last_point(num_tokens).layout
         return layout.feed(num_tokens - layout.num_tokens)
 
     def signature_at(self, num_tokens: int) -> Signature:
         """What changes exactly at `num_tokens`; `()` for nothing."""
-        i = bisect_right(self.points, num_tokens, key=lambda p: p.at)
-        return self.points[i - 1].signature if i and self.points[i - 1].at == num_tokens else ()
+        point = self._last_point(num_tokens)
+        return point.signature if point.at == num_tokens else ()
 
     def next_point(self, num_tokens: int) -> int:
         """The first point beyond `num_tokens`, or INFINITY."""
-        i = bisect_right(self.points, num_tokens, key=lambda p: p.at)
+        i = self._num_points(num_tokens)
         return self.points[i].at if i < len(self.points) else INFINITY
+
+    def points_down_from(self, num_tokens: int) -> Iterator[Point]:
+        """The points up to `num_tokens`, the last one first."""
+        for i in range(self._num_points(num_tokens) - 1, -1, -1):
+            yield self.points[i]
+
+    def digest_at(self, num_tokens: int) -> bytes:
+        """Names all that changed up to `num_tokens`, it included."""
+        return self._last_point(num_tokens).digest
+
+    def peak(self, num_tokens: int) -> int:
+        """The highest `next_position` that the first `num_tokens` tokens come to while they are computed, one phase
+        after the other."""
+        point = self._last_point(num_tokens - 1)
+        return max(point.peak, point.layout.feed(num_tokens - point.at).next_position)
+
+    def _num_points(self, num_tokens: int) -> int:
+        """How many points lie at or before `num_tokens`."""
+        return bisect_right(self.points, num_tokens, key=lambda p: p.at)
+
+    def _last_point(self, num_tokens: int) -> Point:
+        i = self._num_points(num_tokens)
+        return self.points[i - 1] if i else _BEGINNING
+
+    def phase_of(self, index: int) -> tuple[int, int, Layout]:
+        """`(number, start, layout)` of the phase that a token is computed in. Numbers ascend with the stream."""
+        number = self._num_points(index)
+        point = self.points[number - 1] if number else _BEGINNING
+        return number, point.at, point.layout
 
     def phases(self, num_tokens: int) -> Iterator[tuple[int, int, Layout]]:
         """`(start, end, layout)` of each stretch of `[0, num_tokens)` computed under one layout, ascending; a layout's
         `num_tokens` is the stretch's start."""
-        cuts = [Point(0, (), Layout()), *self.points]
+        cuts = [_BEGINNING, *self.points]
         for i, point in enumerate(cuts):
             end = min(cuts[i + 1].at if i + 1 < len(cuts) else INFINITY, num_tokens)
             if point.at < end:
@@ -358,7 +407,7 @@ def layout_at(history: History, num_tokens: int) -> Layout:
 def common_prefix(a: Timeline, b: Timeline, num_tokens: int) -> int:
     """The largest length up to `num_tokens` such that tokens below it were computed under the same ops in both."""
     for p, q in zip(a.points, b.points, strict=False):
-        if p.at != q.at or p.signature != q.signature:
+        if p is not q and p.digest != q.digest:
             return min(p.at, q.at, num_tokens)
     i = min(len(a.points), len(b.points))
     rest = a.points[i:] or b.points[i:]

@@ -11,9 +11,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from akv_server.batch import GeneratedToken, Outcome
 from akv_server.calls import CallDelta
 from akv_server.generation import Choice
-from akv_server.scheduler import GeneratedToken, Outcome
 from akv_server.tokenizer import Tokenizer
 
 Body = dict[str, Any]

@@ -1,8 +1,7 @@
 """Who runs in the next step, and on which tokens: admission, chunked prefill in phases, decode, preemption.
 
-`schedule()` decides one step and gives it as plain integers (no torch), so that it can be sent to other ranks;
-`commit()` takes what the model made of it. Owns requests from submission to their outcome. Knows no model, no text
-and no HTTP.
+`schedule()` decides one step, `commit()` takes what the model made of it; the values they deal in stand in `batch.py`.
+Owns requests from submission to their outcome, and what is counted of them. Knows no model, no text and no HTTP.
 
 A sequence's life:
 
@@ -16,188 +15,34 @@ finds everything there. The client has its answer by then.
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
-from akv_server.attention import Attention
-from akv_server.cache import Cache, Lease, Move, Plan, Span, span_indexes
+from akv_server.batch import (
+    Chunk,
+    GeneratedToken,
+    Load,
+    Outcome,
+    Request,
+    Running,
+    Score,
+    Source,
+    State,
+    Step,
+    View,
+    Waiting,
+)
+from akv_server.cache import Cache, Lease, Move
 from akv_server.errors import AkvError
-from akv_server.ops import FORGOTTEN, History, Layout, Timeline, common_prefix
-from akv_server.radix import Array, shifts, visible_mask
-
-if TYPE_CHECKING:  # it lives beside the sampler, which is torch
-    from akv_server.sampler import SamplingParams
+from akv_server.masks import Array
+from akv_server.ops import FORGOTTEN, Timeline, common_prefix
+from akv_server.planning import Plan, Span
 
 log = logging.getLogger("akv")
 
 _SCORED_ROWS = 128  # of a step that wants logits of whole prompts: they are vocab_size floats a row
-
-
-@dataclass(slots=True)
-class GeneratedToken:
-    """One sampled token; `logprob` and the likeliest `(id, logprob)` only if the request asked."""
-
-    token_id: int
-    logprob: float | None = None
-    top: list[tuple[int, float]] = field(default_factory=list)
-
-
-Score = tuple[float, list[tuple[int, float]]]
-"""Log-probability of a token, and the likeliest `(id, logprob)` at its place."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How a request ended. The token counts are of the prompt: `cached + prefilled + replayed` is all of it but
-    what is forgotten; a token that was let go while invisible, and that nobody needs, counts as cached.
-    `computed_visible` counts those prefilled or replayed that the answer sees."""
-
-    finish_reason: str  # "stop", "length", "abort", "error"
-    error: AkvError | None
-    tokens: list[int]
-    cached_tokens: int
-    prefilled_tokens: int
-    replayed_tokens: int
-    prompt_scores: list[Score | None]
-    computed_visible: int = 0
-
-
-@dataclass(slots=True)
-class Request:
-    """One generation behind a stream. The engine owns it after `submit`.
-
-    Callbacks run in the engine's thread and must not block. `on_token` may return a finish reason, which ends the
-    generation with that token. `on_done` comes exactly once.
-    """
-
-    request_id: str
-    salt: str  # root of the tree that it may share with
-    tokens: list[int]  # the stream so far
-    history: History  # ops with at <= len(tokens)
-    sampling: SamplingParams
-    max_tokens: int  # 0: compute (and score) only
-    stop_token_ids: frozenset[int]
-    on_done: Callable[[Outcome], None]
-    on_token: Callable[[GeneratedToken], str | None] = lambda _: None
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    scores_from: int | None = None  # with num_prompt_logprobs: score what stands behind this even where its KV is there
-    num_known: int = 0  # tokens that this session computed before: computing them again counts as replayed
-    token_mask: Callable[[], Array] | None = None  # bool [vocab]: what may be sampled behind the tokens heard so far
-    attention: Attention | None = None  # the engine notes here what the stream's tokens get while this decodes
-    timeline: Timeline | None = None  # the history worked out, if the caller has it
-
-
-class State(Enum):
-    PREFILLING = 1
-    DECODING = 2
-    CLOSING = 3
-
-
-class View:
-    """What one sequence sees, as an attention plan has it: a page table and segments. Grows as tokens are written."""
-
-    __slots__ = ("end", "page_size", "pages", "phase", "segments", "version")
-
-    def __init__(self, lease: Lease, layout: Layout, phase: int, end: int, page_size: int) -> None:
-        self.phase, self.version, self.end, self.page_size = phase, lease.version, end, page_size
-        self.pages = array("i")
-        self.segments: list[list[int]] = []  # (slot, length, start index, delta)
-        index = np.flatnonzero(visible_mask(layout.feed(end - layout.num_tokens), end))
-        slots = lease.slots[index]
-        assert (slots >= 0).all(), "a visible token is not there"
-        if not len(index):
-            return
-        pages, offsets = np.divmod(slots, page_size)
-        turns = np.flatnonzero(np.diff(pages)) + 1
-        self.pages.extend(pages[np.concatenate([[0], turns])].tolist())
-        entry = np.zeros(len(index), np.int64)
-        entry[turns] = 1
-        logical = np.cumsum(entry) * page_size + offsets
-        delta = shifts(layout, 0, end)[index] - lease.written[index]
-        breaks = np.flatnonzero((np.diff(index) != 1) | (np.diff(logical) != 1) | (np.diff(delta) != 0)) + 1
-        starts = np.concatenate([[0], breaks])
-        lengths = np.diff(np.concatenate([starts, [len(index)]]))
-        self.segments = np.stack([logical[starts], lengths, index[starts], delta[starts]], axis=1).tolist()
-
-    def extend(self, lease: Lease, end: int, shift: int) -> None:
-        """Adds the tokens `[self.end, end)`, all visible under the view's layout with this shift."""
-        size = self.page_size
-        for index in range(self.end, end):
-            slot = int(lease.slots[index])
-            page, offset = divmod(slot, size)
-            if not self.pages or self.pages[-1] != page:
-                self.pages.append(page)
-            logical = (len(self.pages) - 1) * size + offset
-            delta = shift - int(lease.written[index])
-            last = self.segments[-1] if self.segments else None
-            if last and last[0] + last[1] == logical and last[2] + last[1] == index and last[3] == delta:
-                last[1] += 1
-            else:
-                self.segments.append([logical, 1, index, delta])
-        self.end = end
-
-
-@dataclass(eq=False, slots=True)
-class Running:
-    """A request that holds a lease."""
-
-    request: Request
-    lease: Lease
-    plan: Plan
-    order: int  # of admission: the youngest is preempted first
-    todo: deque[Span]
-    outcome: Outcome
-    limit: int  # tokens it may generate in all
-    state: State = State.PREFILLING
-    view: View | None = None
-    carried: object = None  # the sampler's state, the engine's to keep
-    is_counted: bool = True  # its outcome says how its prompt came to be there; not when that was told before
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows `[first_row, first_row + end - start)` of a step: tokens `[start, end)` of one sequence, one layout."""
-
-    running: Running
-    start: int
-    end: int
-    first_row: int
-    pages: array[int]
-    segments: list[list[int]]
-    samples: bool  # its last row is the one to sample from
-    scores: bool  # every row's logits are wanted
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Tokens `[start, end)` of one sequence that the tier has, and where they go."""
-
-    running: Running
-    lease: Lease
-    start: int
-    end: int
-    slots: Array  # int32 [end - start]
-    keys: list[bytes]  # of the blocks that they lie in
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Loads, then one forward pass (none where there are no chunks), in plain integers. Valid until it is committed;
-    nothing else may be scheduled meanwhile."""
-
-    loads: list[Load]
-    chunks: list[Chunk]
-    token_ids: Array  # int64 [num_rows]
-    positions: Array  # int64 [num_rows]
-    write_slots: Array  # int64 [num_rows], -1: its KV is there
-    logit_rows: list[int]
 
 
 class Scheduler:
@@ -219,12 +64,13 @@ class Scheduler:
         self.max_loaded_tokens = max_loaded_tokens  # in a step
         self.max_running = max_running
         self.max_positions = max_positions
-        self.waiting: deque[tuple[Request, Array, Timeline, Outcome | None, object]] = deque()
+        self.waiting: deque[Waiting] = deque()
         self.running: list[Running] = []
+        self.num_plans = 0
         self.num_preemptions = 0
         self.tokens_cached = 0
         self.tokens_cached_session = 0  # of these, in the pool and computed by the same session before
-        self.tokens_cached_tier = 0  # of these, to be brought back from the tier
+        self.tokens_cached_tier = 0  # of these, in the tier
         self.tokens_loaded = 0
         self.tokens_prefilled = 0
         self.tokens_replayed = 0
@@ -235,14 +81,14 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self.waiting and not self.running
 
-    def check_request(self, request: Request) -> None:
-        """Raises AkvError for a request that could never run. Reads no tree: any thread may call it."""
-        timeline = request.timeline = request.timeline or Timeline(request.history)
+    def checked(self, request: Request) -> Waiting:
+        """What to submit of a request. Raises AkvError where it could never run. Reads no tree: any thread may call
+        it."""
+        timeline = request.timeline or Timeline(request.history)
         n = len(request.tokens)
         if not n:
             raise AkvError("invalid_request", "the prompt is empty", param="prompt")
-        for start, end, layout in timeline.phases(n):
-            self._check_window(layout.feed(end - start).next_position)
+        self._check_window(timeline.peak(n))
         last = timeline.layout_at(n)
         if all(run.state == FORGOTTEN for run in last.runs if run.start < n):
             message = "all tokens of the stream are forgotten: there is nothing to go on from"
@@ -250,6 +96,7 @@ class Scheduler:
         self._check_window(last.next_position + (1 if request.max_tokens else 0))
         if last.num_visible + 1 > self._pool_tokens:
             raise self._too_large()
+        return Waiting(request, np.asarray(request.tokens, np.int32), timeline)
 
     @property
     def _pool_tokens(self) -> int:
@@ -270,20 +117,15 @@ class Scheduler:
                 param="messages",
             )
 
-    def submit(self, request: Request) -> None:
-        """Queues a request that `check_request` let pass."""
-        ids = np.asarray(request.tokens, np.int32)
-        timeline = request.timeline or Timeline(request.history)
-        self.waiting.append((request, ids, timeline, None, None))
+    def submit(self, waiting: Waiting) -> None:
+        """Queues a request that `checked` let pass."""
+        self.waiting.append(waiting)
 
     def abort(self, request_id: str) -> None:
         """Ends a request, wherever it is; its work is freed at once. Unknown ids are no error: it may just be done."""
-        for entry in self.waiting:
-            if entry[0].request_id == request_id:
-                self.waiting.remove(entry)
-                outcome = entry[3] or _nothing_done("abort")
-                outcome.finish_reason = "abort"
-                entry[0].on_done(outcome)
+        for waiting in self.waiting:
+            if waiting.request.request_id == request_id:
+                self._drop(waiting, "abort")
                 return
         for running in self.running:
             if running.request.request_id == request_id and running.state is not State.CLOSING:
@@ -300,13 +142,17 @@ class Scheduler:
 
     def fail_all(self, error: AkvError) -> None:
         """Ends every request with an error."""
-        for entry in list(self.waiting):
-            self.waiting.remove(entry)
-            refused = entry[3] or _nothing_done("error")
-            refused.finish_reason, refused.error = "error", error
-            entry[0].on_done(refused)
+        for waiting in list(self.waiting):
+            self._drop(waiting, "error", error)
         for running in list(self.running):
             self.fail(running, error)
+
+    def _drop(self, waiting: Waiting, reason: str, error: AkvError | None = None) -> None:
+        """Ends a request that waits."""
+        self.waiting.remove(waiting)
+        outcome = waiting.outcome or Outcome(reason, error, [], 0, 0, 0, [])
+        outcome.finish_reason, outcome.error = reason, error
+        waiting.request.on_done(outcome)
 
     # Decide a step -------------------------------------------------------------------------------------------------
 
@@ -317,8 +163,8 @@ class Scheduler:
         for running in sorted(self.running, key=lambda r: r.order):
             if running.state is not State.PREFILLING and running in self.running:
                 n = running.lease.num_tokens
-                layout = running.lease.timeline.layout_at(n - 1)
-                span = Span(n - 1, n, layout, running.plan.num_phases, False)
+                phase, _, layout = running.lease.timeline.phase_of(n - 1)
+                span = Span(n - 1, n, layout, phase, False)
                 if self._reserve(running, span, n - 1, n, parts):
                     parts.append((running, span, n - 1, n))
         budget = self.max_step_tokens // 4 if parts else self.max_step_tokens
@@ -367,7 +213,7 @@ class Scheduler:
     ) -> bool:
         """Slots for `[start, end)`; makes room by preempting the youngest others. False: the sequence must wait, or is
         itself gone (preempted, or ended because not even an empty pool would do)."""
-        while not self.cache.reserve(running.lease, start, end, shift_at(span.layout, start)):
+        while not self.cache.reserve(running.lease, start, end, span.layout.shift(start)):
             in_step = {r for r, *_ in parts}
             others = [r for r in self.running if r is not running and r not in in_step]
             youngest = max(others, key=lambda r: r.order, default=None)
@@ -414,7 +260,7 @@ class Scheduler:
                 keys = [running.plan.keys[block] for block in blocks]
                 loads.append(Load(running, lease, start, end, lease.slots[start:end].copy(), keys))
                 continue
-            shift = shift_at(span.layout, start)
+            shift = span.layout.shift(start)
             view = running.view
             if view is None or (view.phase, view.version, view.end) != (span.phase, lease.version, start):
                 view = View(lease, span.layout, span.phase, start, self.cache.page_size)
@@ -447,71 +293,78 @@ class Scheduler:
     # Admission and preemption --------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        for entry in list(self.waiting):
+        for waiting in list(self.waiting):
             if len(self.running) >= self.max_running:
                 return
-            request, ids, timeline, outcome, carried = entry
-            plan = self._plan(request, ids, timeline)
-            if not self.cache.fits_alone(plan):
-                self.waiting.remove(entry)
-                refused = outcome or _nothing_done("error")
-                refused.finish_reason, refused.error = "error", self._too_large()
-                request.on_done(refused)
+            if self._is_being_computed(waiting):
                 continue
-            if self._is_being_computed(request.salt, ids, timeline, plan.match.length):
+            if self.running and self.cache.num_obtainable <= waiting.num_obtainable:
+                return  # there was no room with so many
+            plan = self._plan(waiting.request, waiting.tokens, waiting.timeline)
+            if not self.cache.fits_alone(plan):
+                self._drop(waiting, "error", self._too_large())
+                continue
+            self._find_who_computes(waiting, plan.match.length)
+            if waiting.behind is not None:
                 continue
             if self.running and not self.cache.room_for(plan):
+                waiting.num_obtainable = self.cache.num_obtainable
                 return
-            self.waiting.remove(entry)
-            self._start(request, plan, outcome, carried)
+            self.waiting.remove(waiting)
+            self._start(waiting, plan)
 
-    def _plan(self, request: Request, ids: Array, timeline: Timeline) -> Plan:
+    def _plan(self, request: Request, tokens: Array, timeline: Timeline) -> Plan:
+        self.num_plans += 1
         outputs = "none" if not request.max_tokens else "last"
         if request.num_prompt_logprobs is not None:
             outputs = "all"
-        return self.cache.plan(request.salt, ids, timeline, outputs=outputs, outputs_from=request.scores_from)
+        return self.cache.plan(request.salt, tokens, timeline, outputs=outputs, outputs_from=request.scores_from)
 
-    def _is_being_computed(self, salt: str, ids: Array, timeline: Timeline, cached: int) -> bool:
-        """Whether a running sequence is just computing a prefix of this stream that is not in the tree yet: waiting for
-        it is cheaper than computing it twice."""
+    def _is_being_computed(self, waiting: Waiting) -> bool:
+        """Whether the sequence that it waits behind still has enough of their common prefix to compute: waiting for it
+        is cheaper than computing that twice."""
+        running = waiting.behind
+        if running is None or running.state is State.DECODING or running not in self.running:
+            return False
+        done = running.todo[0].start if running.todo else running.lease.num_tokens - 1
+        return waiting.num_common >= done + self._least_gain(running)
+
+    def _least_gain(self, running: Running) -> int:
+        return 1 if running.state is State.CLOSING else self.cache.page_size
+
+    def _find_who_computes(self, waiting: Waiting, num_cached: int) -> None:
+        """Which running sequence is just computing a prefix of this stream that is not in the tree yet, if one is."""
         for running in self.running:
-            if running.request.salt != salt or running.state is State.DECODING:
-                continue
             lease = running.lease
-            n = min(len(ids), lease.num_tokens)
-            if n <= cached:
+            n = min(len(waiting.tokens), lease.num_tokens)
+            if running.request.salt != waiting.request.salt or n <= num_cached:
                 continue
-            different = ids[cached:n] != lease.tokens[cached:n]
-            common = cached + int(different.argmax()) if different.any() else n
-            common = common_prefix(timeline, lease.timeline, common)
-            gain = 1 if running.state is State.CLOSING else self.cache.page_size
-            if common >= cached + gain:
-                return True
-        return False
+            different = waiting.tokens[num_cached:n] != lease.tokens[num_cached:n]
+            common = num_cached + int(different.argmax()) if different.any() else n
+            common = common_prefix(waiting.timeline, lease.timeline, common)
+            waiting.behind, waiting.num_common = running, common
+            if common >= num_cached + self._least_gain(running) and self._is_being_computed(waiting):
+                return
+        waiting.behind = None
 
-    def _start(self, request: Request, plan: Plan, outcome: Outcome | None, carried: object) -> None:
-        lease = self.cache.open(plan)
-        n, is_counted = len(plan.tokens), outcome is None
-        layout = plan.timeline.layout_at(n)
-        if outcome is None:
-            computed = plan.computed_indexes
-            replayed = int((computed < request.num_known).sum())
-            outcome = Outcome("", None, [], 0, plan.num_computed - replayed, replayed, [])
-            outcome.cached_tokens = n - plan.num_computed - plan.num_forgotten
-            outcome.computed_visible = int(visible_mask(layout, n)[computed].sum())
-            self.tokens_cached += outcome.cached_tokens
-            self.tokens_cached_session += request.num_known - _num_known_elsewhere(plan, request.num_known) - replayed
-            self.tokens_cached_tier += plan.num_loaded
-            self.tokens_prefilled += outcome.prefilled_tokens
+    def _start(self, waiting: Waiting, plan: Plan) -> None:
+        request, outcome, sources = waiting.request, waiting.outcome, waiting.sources
+        n = len(plan.tokens)
+        is_counted = outcome is not None
+        if outcome is None or sources is None:
+            sources = np.where(plan.resident, Source.POOL, np.where(plan.loadable, Source.TIER, Source.UNTOLD))
+            sources = sources.astype(np.int8)
+            cached = int(np.count_nonzero(sources))
+            outcome = Outcome("", None, [], cached, 0, 0, [])
             if request.num_prompt_logprobs is not None:
                 outcome.prompt_scores = [None] * n
-        else:
-            replayed = plan.num_computed
-        self.tokens_replayed += replayed
-        room = min(self.max_positions - layout.next_position, self._pool_tokens - layout.num_visible)
+        num_visible = int(np.count_nonzero(plan.last_need == plan.num_phases))
+        next_position = plan.timeline.layout_at(n).next_position
+        room = min(self.max_positions - next_position, self._pool_tokens - num_visible)
         limit = min(request.max_tokens, len(outcome.tokens) + room)
-        running = Running(request, lease, plan, self._admitted, deque(plan.todo), outcome, limit)
-        running.carried, running.is_counted = carried, is_counted
+        lease = self.cache.open(plan)
+        running = Running(request, lease, plan, self._admitted, deque(plan.todo), outcome, sources, limit)
+        running.carried, running.is_counted = waiting.carried, is_counted
         self._admitted += 1
         self.running.append(running)
         if not running.todo:  # all is there and no output wanted
@@ -525,35 +378,24 @@ class Scheduler:
         if running.state is State.CLOSING:  # the client has its answer; the last token is computed when it is needed
             self._close(running)
             return
+        self._count_found(running)
         lease = running.lease
-        ids = lease.tokens[: lease.num_tokens].copy()
+        tokens = lease.tokens[: lease.num_tokens].copy()
         self._close(running)
-        entry = (running.request, ids, lease.timeline, running.outcome, running.carried)
-        self.waiting.appendleft(entry)
+        again = Waiting(running.request, tokens, lease.timeline, running.outcome, running.sources, running.carried)
+        self.waiting.appendleft(again)
 
     def _replan(self, running: Running) -> None:
         """What the tier was to bring did not come: goes on another way, most often by computing it."""
-        request, before = running.request, running.lease
-        plan = self._plan(request, before.tokens[: before.num_tokens].copy(), before.timeline)
+        before = running.lease
+        plan = self._plan(running.request, before.tokens[: before.num_tokens].copy(), before.timeline)
         if not self.cache.fits_alone(plan):
             self.fail(running, self._too_large())
             return
-        more = np.setdiff1d(plan.computed_indexes, span_indexes(running.todo))
-        replayed = int((more < request.num_known).sum()) if running.is_counted else len(more)
-        prefilled = len(more) - replayed
-        self.tokens_replayed += replayed
-        self.tokens_prefilled += prefilled
-        if running.is_counted:
-            outcome = running.outcome
-            outcome.cached_tokens -= len(more)
-            n = len(plan.tokens)
-            outcome.computed_visible += int(visible_mask(plan.timeline.layout_at(n), n)[more].sum())
-            outcome.prefilled_tokens += prefilled
-            outcome.replayed_tokens += replayed
-            self.tokens_cached -= len(more)
-            from_tier = np.isin(more, np.concatenate([np.arange(s.start, s.end) for s in running.todo if s.loads]))
-            self.tokens_cached_tier -= int(from_tier.sum())
-            self.tokens_cached_session -= int((~from_tier & (more < request.num_known)).sum())
+        if not running.is_counted:  # what was found, and is to be computed now, was not found after all
+            computed = plan.computed_indexes
+            running.outcome.cached_tokens -= int(np.isin(running.sources[computed], (Source.POOL, Source.TIER)).sum())
+            running.sources[computed] = Source.UNTOLD
         running.lease, running.plan, running.todo, running.view = self.cache.open(plan), plan, deque(plan.todo), None
         self.cache.close(before)
 
@@ -608,10 +450,39 @@ class Scheduler:
 
     def _advance(self, running: Running, end: int) -> None:
         span = running.todo[0]
+        if not (span.resident or span.loads):
+            self._count_computed(running, span.start, end)
         if end < span.end:
             running.todo[0] = replace(span, start=end)
         else:
             running.todo.popleft()
+        if not running.todo:
+            self._count_found(running)
+
+    def _count_computed(self, running: Running, start: int, end: int) -> None:
+        """Tells the counters, and the outcome where it accounts for these tokens for the first time."""
+        outcome, num_known = running.outcome, running.request.num_known
+        n = len(running.sources)
+        num_generated = max(0, min(end, n + len(outcome.tokens) - 1) - max(start, n))  # before it was preempted
+        sources = running.sources[start:end]
+        new = np.flatnonzero(sources == Source.UNTOLD) + start
+        sources[:] = Source.COMPUTED
+        replayed = int(np.count_nonzero(new < num_known))
+        outcome.replayed_tokens += replayed
+        outcome.prefilled_tokens += len(new) - replayed
+        outcome.computed_visible += int(np.count_nonzero(running.plan.last_need[new] == running.plan.num_phases))
+        self.tokens_prefilled += len(new) - replayed
+        self.tokens_replayed += replayed + len(sources) - len(new) + num_generated
+
+    def _count_found(self, running: Running) -> None:
+        """Tells the counters what of a prompt was in the cache, once that is certain: they never fall."""
+        if not running.is_counted:
+            running.is_counted = True
+            from_pool = running.sources == Source.POOL
+            from_tier = int(np.count_nonzero(running.sources == Source.TIER))
+            self.tokens_cached += int(np.count_nonzero(from_pool)) + from_tier
+            self.tokens_cached_session += int(np.count_nonzero(from_pool[: running.request.num_known]))
+            self.tokens_cached_tier += from_tier
 
     def _publish(self, running: Running, end: int) -> None:
         """Shares what is computed up to `end`, and lets go of what no later phase reads."""
@@ -643,6 +514,10 @@ class Scheduler:
 
     def _end(self, running: Running, reason: str) -> None:
         """Tells the client. The sequence may still have its last token to compute."""
+        self._count_found(running)
+        if not running.todo:
+            num_untold = int(np.count_nonzero(running.sources == Source.UNTOLD))
+            running.outcome.absent_tokens = num_untold - running.plan.num_forgotten
         running.outcome.finish_reason = reason
         running.request.on_done(running.outcome)
 
@@ -657,18 +532,3 @@ class Scheduler:
     def _close(self, running: Running) -> None:
         self.running.remove(running)
         self.cache.close(running.lease)
-
-
-def shift_at(layout: Layout, index: int) -> int:
-    """How far the token with this index sits from its index."""
-    return layout.position(index) - index
-
-
-def _num_known_elsewhere(plan: Plan, num_known: int) -> int:
-    """Of the first tokens, those that are forgotten or to be brought back from the tier."""
-    loaded = sum(max(0, min(span.end, num_known) - span.start) for span in plan.todo if span.loads)
-    return plan.timeline.layout_at(len(plan.tokens)).num_forgotten_in(0, num_known) + loaded
-
-
-def _nothing_done(reason: str) -> Outcome:
-    return Outcome(reason, None, [], 0, 0, 0, [])

@@ -35,7 +35,7 @@ class Cache(Protocol):
     """The part of the engine that is used here."""
 
     def residency(
-        self, salt: str, tokens: list[int], history: History, *, with_tier: bool = False
+        self, salt: str, tokens: list[int], timeline: Timeline, *, with_tier: bool = False
     ) -> tuple[int, int]: ...
 
 
@@ -226,7 +226,7 @@ class Sessions:
         """Turns drops into forgets where a replay would have to compute the dropped span again."""
 
         def num_resident(num_tokens: int, history: History) -> int:
-            resident, _ = self._cache.residency(salt, stream.tokens[:num_tokens], history, with_tier=True)
+            resident, _ = self._cache.residency(salt, stream.tokens[:num_tokens], Timeline(history), with_tier=True)
             return resident
 
         history = stream.timeline.history
@@ -344,7 +344,8 @@ class Sessions:
     async def _info(self, session: Session) -> types.SessionInfo:
         await self._load(session)
         stream = session.stream
-        resident, pages = self._cache.residency(session.salt, stream.tokens, stream.timeline.history)
+        residency = self._cache.residency
+        resident, pages = await asyncio.to_thread(residency, session.salt, stream.tokens, stream.timeline)
         slots = pages * self._page_size
         return types.SessionInfo(
             **dict(layout_reply(session.name, stream)),

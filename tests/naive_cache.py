@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from akv_server.errors import AkvError
+from akv_server.planning import Span
 from tests.test_ops import Naive
 
 MAX_TOKENS = 40
@@ -152,7 +153,7 @@ class World:
         self, seed: int, ops: ModuleType, cache: ModuleType, *, num_pages: int, page_size: int, self_check: bool = True
     ) -> None:
         self.random = random.Random(seed)
-        self.ops, self.span = ops, cache.Span
+        self.ops = ops
         self.page_size, self.self_check = page_size, self_check
         self.is_calm = self.random.random() < 0.4  # few streams have anything in common, and there is room
         self.num_pages = num_pages = 2 * num_pages if self.is_calm else num_pages
@@ -195,7 +196,6 @@ class World:
         self.cache.evict_all()
         self.cache.check()
         assert self.cache.pool.num_free == self.num_pages
-        self.cache.evict_all()
         assert self.cache.tree.num_edges == 0
 
     # The simulated device ------------------------------------------------------------------------------------------
@@ -428,24 +428,27 @@ class World:
             self.happened[kind] += 1
 
     def _thin_out(self) -> None:
-        """Many small drops, which leave a little to see in every page, for a while or for good."""
+        """Many small drops, which leave a little to see in every page, for a while or for good; once more, perhaps, of
+        what was gathered."""
         stream = self._some_stream()
         n = len(stream.tokens)
         if n < 12 or len(stream.history) > 3:
             return
-        width, repos = self.random.randint(1, 3), self.random.random() < 0.8
-        starts = range(self.random.randint(0, 3), n - 4, 4)
-        stream.history += tuple(self.ops.Op("drop", n, start, start + width, 0, repos) for start in starts)
-        before = list(self.runs)
-        self._open(stream)
-        for run in [run for run in self.runs if run not in before]:
-            while run in self.runs and (run.pending or run.todo):
-                self._go_on(run)
-        for _ in range(self.random.randint(0, 3)):
-            self._compact()
+        for _ in range(self.random.randint(1, 2)):
+            width, repos = self.random.randint(1, 3), self.random.random() < 0.8
+            starts = range(self.random.randint(0, 3), n - 4, 4)
+            stream.history += tuple(self.ops.Op("drop", n, start, start + width, 0, repos) for start in starts)
+            before = list(self.runs)
+            self._open(stream)
+            for run in [run for run in self.runs if run not in before]:
+                while run in self.runs and (run.pending or run.todo):
+                    self._go_on(run)
+            for _ in range(self.random.randint(0, 3)):
+                self._compact()
 
     def _fork(self) -> None:
-        """A second stream with the beginning of another, under its history or less of it, or with another salt."""
+        """A second stream with the beginning of another, under its history or less of it, with another salt, or with
+        another first token."""
         stream = self.random.choice(self.streams)
         cut = self.random.choice([len(stream.tokens), self.random.randint(1, len(stream.tokens))])
         history = tuple(op for op in stream.history if op.at <= cut)
@@ -454,6 +457,8 @@ class World:
             fork.history = history[: self.random.randint(0, len(history))]
         if self.random.random() < 0.1:
             fork.salt = self.random.choice(SALTS)
+        if self.random.random() < 0.15:
+            fork.tokens = [1 - fork.tokens[0], *fork.tokens[1:]]
         if len(self.streams) >= 6:
             self.streams.remove(self.random.choice(self.streams))
         self.streams.append(fork)
@@ -532,7 +537,7 @@ class World:
             if (stream.salt, stream.tokens, stream.history) == (lease.salt, run.stream.tokens, run.stream.history):
                 stream.tokens = [*stream.tokens, token]
         run.stream.tokens = [*run.stream.tokens, token]
-        run.todo.append(self.span(n, n + 1, lease.timeline.layout_at(n), run.plan.num_phases, False))
+        run.todo.append(Span(n, n + 1, lease.timeline.layout_at(n), run.plan.num_phases, False))
         return True
 
     def _commit(self, run: Run) -> None:

@@ -21,17 +21,17 @@ import akv_sdk
 from akv_sdk import types
 from akv_server import auto_drop, files, loader
 from akv_server.attention import SAMPLED_EVERY, Attention
+from akv_server.batch import Request
 from akv_server.blocks import Block
 from akv_server.engine import Engine, EngineConfig
 from akv_server.journal import Journal, Saved
 from akv_server.ops import Op
-from akv_server.scheduler import Request
 from akv_server.streams import Message, Stream
+from tests.clients import GREEDY, some_tokens
 from tests.conversations import tagged
 from tests.models import tiny_model
 from tests.perf.auto_drop import Replay, planted
 from tests.server import Server
-from tests.test_engine import GREEDY, some_tokens
 from tests.truth import Truth
 
 JSON = dict[str, Any]

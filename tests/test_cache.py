@@ -48,9 +48,9 @@ def test_random_use_reaches_what_it_should(happened):
 
 
 def mutated(module: str = "", old: str = "", new: str = "") -> tuple[ModuleType, ModuleType]:
-    """Fresh copies of `ops` and `cache` (on fresh copies of `pool` and `radix`), one expression of one replaced."""
+    """Fresh copies of `ops` and `cache`, and of what lies between them, one expression of one replaced."""
     folder = Path(cache_module.__file__).parent
-    names = ["ops", "pool", "radix", "cache"]
+    names = ["ops", "masks", "pool", "radix", "planning", "cache"]
     kept = {name: sys.modules.pop(f"akv_server.{name}", None) for name in names}
     try:
         for name in names:
@@ -78,9 +78,12 @@ MUTATIONS = {
     "match walks over an op inside an edge": ("radix", ", timeline.next_point(length) - length)", ")"),
     "raw ops are compared": (
         "ops",
-        "if signature := before.change_to(layout):",
-        "if signature := tuple(op for op in history if op.at == at):",
+        "if point := (self.points[-1] if self.points else _BEGINNING).then(before, layout):",
+        "if point := Point(at, tuple(op for op in history if op.at == at), layout, 0, repr(history[:i]).encode()):",
     ),
+    "ops are compared by their number": ("ops", "repr((at, signature))", "repr((at, len(signature)))"),
+    "a place is known by its ops alone": ("radix", "if limit == point.at:", "if True:"),
+    "a place is known by its tokens alone": ("radix", "return salt, point.digest, tokens", 'return salt, b"", tokens'),
     "salts share a tree": ("radix", "self._roots.get(salt)", "next(iter(self._roots.values()), None)"),
     "a lease does not count": ("cache", "        self.pool.lease(pages - lease.pages)\n", ""),
     "a lease is never given back": ("cache", "        self.pool.unlease(lease.pages)\n", ""),
@@ -114,24 +117,24 @@ MUTATIONS = {
     ),
     "pages are released a phase too early": ("cache", "(lease.last_need < phase)", "(lease.last_need <= phase)"),
     "the last need is one phase off": (
-        "cache",
+        "planning",
         "last_need[:top][seen & (last_need[:top] < phase)] = phase",
         "last_need[:top][seen & (last_need[:top] < phase)] = phase - 1",
     ),
     "a plan forgets what its first phases see": (
-        "cache",
+        "planning",
         "last_need[:top][seen & (last_need[:top] < phase)] = phase",
         "pass",
     ),
     "a hole is filled with the wrong slot": (
         "radix",
-        "edge.slots[:common][filled] = given[filled]",
-        "edge.slots[:common][filled] = given[filled][::-1]",
+        "own[lacking] = given[lacking]",
+        "own[lacking] = given[lacking][::-1]",
     ),
     "a moved token is not noticed": (
         "cache",
-        "            lease.written[:end][adopt] = match.written[adopt]\n            lease.version += 1\n",
-        "            lease.written[:end][adopt] = match.written[adopt]\n",
+        "        if has_moved:\n            lease.version += 1\n",
+        "        if has_moved:\n",
     ),
     "a key is written for another shift": (
         "cache",
@@ -145,7 +148,7 @@ MUTATIONS = {
     ),
     "compaction turns a key again": (
         "cache",
-        "np.where(was == fresh[survivors], shift - was, 0)",
+        "np.where(was == fresh, shift - was, 0)",
         "(shift - was)",
     ),
     "compaction loses a survivor": (
@@ -173,26 +176,25 @@ MUTATIONS = {
         "            edge.written[moved] = new_written[order[place[moved]]]\n",
         "",
     ),
-    "a block is kept for all salts": ("cache", "name = salt.encode()", 'name = b""'),
+    "a block is kept for all salts": ("planning", "name = salt.encode()", 'name = b""'),
     "a block is kept for all histories": (
-        "cache",
-        "            symbols.update(np.int32(-len(signature)).tobytes())  # below zero: no token\n"
-        "            symbols.update(np.array(signature, np.int64).tobytes())\n",
-        "",
+        "planning",
+        "            key.update(points[num_points - 1][1])\n",
+        "            pass\n",
     ),
     "a block is kept under what comes after it": (
-        "cache",
-        "points[num_points][0] < end:",
-        "points[num_points][0] <= end:",
+        "planning",
+        "bisect_left(points, end, key=",
+        "bisect_left(points, end + 1, key=",
     ),
     "a block is kept with a hole in it": (
         "cache",
         "if len(there) and not lost[inside].any() and key not in self._tier:",
         "if len(there) and key not in self._tier:",
     ),
-    "what can be loaded is computed": ("cache", "missing = ~(resident | loadable)", "missing = ~resident"),
+    "what can be loaded is computed": ("planning", "missing = ~(resident | loadable)", "missing = ~resident"),
     "what cannot be loaded is left out": (
-        "cache",
+        "planning",
         "kind[needed & loadable[start:end]] = 3",
         "kind[needed & ~resident[start:end]] = 3",
     ),
@@ -216,8 +218,12 @@ def test_a_mutation_is_caught(mutation):
 
 
 def test_the_own_check_catches_what_only_spoils_the_order_of_eviction():
-    broken = mutated("radix", "                    self._refresh_leaf(leaf)\n", "                    pass\n")
-    assert is_caught(*broken, worlds=range(10, 20), self_check=True)
+    broken = mutated(
+        "radix",
+        "for edge in filled for leaf in self._leaves_below(edge)):\n            self._refresh_leaf(leaf)\n",
+        "for edge in filled for leaf in self._leaves_below(edge)):\n            pass\n",
+    )
+    assert is_caught(*broken, worlds=range(8, 18), self_check=True)
 
 
 def test_without_a_mutation_nothing_is_caught():
@@ -331,10 +337,9 @@ def test_a_fork_copies_one_partial_page_and_only_when_somebody_writes():
 def test_what_lies_behind_a_hole_does_not_move_with_a_copy():
     """A tree that knows tokens 0, 2 and 3 of a page but not 1; token 1 is computed again behind a copy of 0."""
     desk, text = Desk(16), list(range(8))
-    desk.run(text)
     hidden = Op("drop", 6, 1, 2)
-    lease = desk.open([*text[:6], 99], hidden)
-    desk.cache.evict_all()
+    lease = desk.compute(desk.open([*text[:6], 99], hidden), (0, 6))
+    desk.cache.release(lease, 1)
     desk.publish(desk.compute(lease, (6, 7)))
     assert desk.there([*text[:6], 99], hidden) == [0, 2, 3, 4, 5, 6]
     again = desk.open([*text[:6], 99], hidden, Op("restore", 7, 1, 2))
@@ -365,6 +370,73 @@ def test_the_least_recently_used_goes_first_and_from_its_end():
     assert [len(desk.there(stream)) for stream in streams] == [8, 4, 8]
     desk.cache.tree.evict(2)
     assert [len(desk.there(stream)) for stream in streams] == [8, 0, 4]
+
+
+def test_what_somebody_runs_on_is_not_cut_in_vain():
+    """Somebody runs on all of the stream that was used longest ago, and on a part of another."""
+    desk, held, other = Desk(16), list(range(8)), list(range(20, 32))
+    desk.run(held)
+    desk.run(other)
+    leases = [desk.open(held), desk.open([*other[:6], 99])]
+    assert desk.cache.tree.evict(1) == 1
+    assert desk.there(held) == list(range(8)), "nothing is gained by it, though it was used longer ago"
+    assert desk.there(other) == list(range(8))
+    assert desk.cache.tree.evict(1) == 0
+    assert desk.there(other) == list(range(8)), "not even where nothing else is left"
+    for lease in leases:
+        desk.cache.close(lease)
+    assert desk.cache.evict_all() == 4
+    desk.cache.check()
+
+
+def test_a_leaf_that_somebody_runs_on_goes_where_it_hides_other_pages():
+    desk = Desk(8)
+    desk.run(list(range(8)))
+    desk.run([*range(4), 50, 51, 52, 53])
+    lease = desk.open([*range(7), 99], Op("drop", 7, 0, 4))  # holds the second page, which ends in a leaf
+    assert desk.cache.pool.num_evictable == 2
+    assert desk.cache.tree.evict(2) == 2
+    assert desk.there(list(range(8))) == []
+    assert [desk.kv[slot] for slot in lease.slots[4:7].tolist()] == [4, 5, 6]
+    desk.cache.check()
+    desk.cache.close(lease)
+    assert desk.cache.evict_all() == 0
+    assert (desk.cache.pool.num_free, desk.cache.tree.num_edges) == (8, 0)
+
+
+def test_evict_all_leaves_no_edge():
+    """Not even where all pages of the pool go before the last edge is reached."""
+    desk = Desk(2)
+    lease = desk.compute(desk.open([1, 2, 3], Op("drop", 2, 0, 2)), (0, 2), (2, 3))
+    desk.publish(lease)
+    lease = desk.open([1, 2, 3, 4, 5, 6, 7], Op("drop", 2, 0, 2), Op("drop", 3, 2, 3))
+    desk.publish(desk.compute(lease, (3, 7)))
+    assert desk.cache.pool.num_free == 0
+    assert desk.cache.evict_all() == 2
+    assert (desk.cache.pool.num_free, desk.cache.tree.num_edges) == (2, 0)
+
+
+def test_what_was_lost_unseen_is_neither_resident_nor_computed():
+    desk, text = Desk(16), list(range(16))
+    desk.run([*text, 70], drop(4, 12, 16))
+    desk.cache.tree.evict(1)
+    plan = desk.cache.plan("", np.array([*text, 70, 71], np.int32), Timeline((drop(4, 12, 16),)), outputs="none")
+    assert np.flatnonzero(~plan.resident).tolist() == [4, 5, 6, 7, 17]
+    assert plan.computed_indexes.tolist() == [17]
+
+
+def test_a_place_is_not_known_by_its_ops_and_last_tokens_alone():
+    """Two texts that differ at their beginning only, with one history."""
+    desk = Desk(64)
+    texts = [[first, *range(30)] for first in (100, 200)]
+    for text in texts:
+        desk.run(text, drop(5, 10, 20), drop(12, 15, 28))
+    for text in texts:
+        assert desk.there([*text, 1], drop(5, 10, 20), drop(12, 15, 28)) == list(range(31))
+    assert desk.there([300, *range(30)], drop(5, 10, 20), drop(12, 15, 28)) == []
+    # the place of a point is forgotten with the last edge that starts there
+    desk.cache.evict_all()
+    assert desk.cache.tree._places == {}
 
 
 def test_a_leased_page_is_never_evicted():

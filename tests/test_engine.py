@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -15,12 +14,9 @@ from akv_server.engine import Engine, EngineConfig
 from akv_server.errors import AkvError
 from akv_server.ops import Op, Timeline
 from akv_server.sampler import SamplingParams
-from akv_server.scheduler import GeneratedToken, Outcome, Request
+from tests.clients import VOCAB, Client, assert_right, drop, finish, idle, run, some_tokens
 from tests.models import tiny_model
 from tests.truth import Truth
-
-GREEDY = SamplingParams(temperature=0)
-VOCAB = 300
 
 
 @pytest.fixture(scope="module")
@@ -41,83 +37,6 @@ def truth(path):
 @pytest.fixture
 def engine(model):
     return Engine(model, EngineConfig(num_pages=64, max_step_tokens=64))
-
-
-@dataclass
-class Client:
-    """A request and what came of it."""
-
-    tokens: list[int]
-    history: tuple[Op, ...] = ()
-    max_tokens: int = 0
-    salt: str = ""
-    score: int | None = None
-    known: int = 0
-    sampling: SamplingParams = GREEDY
-    generated: list[GeneratedToken] = field(default_factory=list)
-    outcome: Outcome | None = None
-
-    def request(self) -> Request:
-        return Request(
-            request_id=str(id(self)),
-            salt=self.salt,
-            tokens=list(self.tokens),
-            history=self.history,
-            sampling=self.sampling,
-            max_tokens=self.max_tokens,
-            stop_token_ids=frozenset(),
-            on_token=self._on_token,
-            on_done=self._on_done,
-            num_logprobs=3,
-            num_prompt_logprobs=self.score,
-            num_known=self.known,
-        )
-
-    def _on_token(self, token):
-        self.generated.append(token)
-
-    def _on_done(self, outcome):
-        assert self.outcome is None
-        self.outcome = outcome
-
-    @property
-    def ids(self) -> list[int]:
-        return [token.token_id for token in self.generated]
-
-
-def run(engine: Engine, *clients: Client) -> Client:
-    for client in clients:
-        engine.submit(client.request())
-    finish(engine)
-    assert all(client.outcome is not None for client in clients)
-    return clients[-1]
-
-
-def finish(engine: Engine) -> None:
-    for _ in range(10_000):
-        if engine.scheduler.is_idle:
-            return
-        engine.step()
-        engine.check()
-    raise AssertionError("the engine does not come to an end")
-
-
-def some_tokens(count: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=count)
-
-
-def drop(start, end, at, **more):
-    return Op("drop", at, start, end, repos=True, **more)
-
-
-def assert_right(client: Client, truth: Truth) -> None:
-    """Every generated token is the truth's best (or within 1e-3 of it), with the truth's log-probability."""
-    tokens = client.tokens + client.ids
-    logprobs = truth.logits(tokens, client.history).log_softmax(-1)
-    for i, token in enumerate(client.generated):
-        row = logprobs[len(client.tokens) + i - 1]
-        assert row[token.token_id] >= row.max() - 1e-3
-        assert token.logprob == pytest.approx(row[token.token_id].item(), abs=2e-4)
 
 
 def test_plain_generation_equals_the_truth(engine, truth):
@@ -208,6 +127,85 @@ def test_requests_of_one_prefix_compute_it_once_even_at_the_same_time(engine):
     assert sum(client.outcome.prefilled_tokens for client in clients) <= 320 + 6 * (5 + 16)
 
 
+def rolling_agent(engine: Engine, turns: int, *, in_own_words: bool = False):
+    """An agent that drops most of each turn's observation behind it; after each turn, the request."""
+    tokens: list[int] = []
+    timeline = Timeline()
+    for turn in range(turns):
+        start = len(tokens)
+        tokens = tokens + some_tokens(12, seed=turn)
+        client = run(engine, Client(tokens, timeline.history, max_tokens=2, known=start, timeline=timeline))
+        yield client
+        tokens = tokens + client.ids
+        history = (*timeline.history, drop(start + 1, start + 11, len(tokens)))
+        timeline = Timeline(history) if in_own_words else Timeline(history, timeline)
+
+
+@pytest.mark.parametrize("in_own_words", [False, True])
+def test_a_turn_costs_what_is_new_in_it_however_many_ops_came_before(model, in_own_words):
+    engine = Engine(model, EngineConfig(num_pages=128, compact_tokens_per_step=0))
+    walked = []
+    for client in rolling_agent(engine, 60, in_own_words=in_own_words):
+        assert (client.outcome.prefilled_tokens, client.outcome.replayed_tokens) == (12, 0)
+        walked.append(engine.cache.tree.num_edges_walked - sum(walked))
+    assert engine.stats()["tree_edges"] == 60
+    assert max(walked) <= 2, "the edge of the last turn, and none of those before"
+    assert engine.scheduler.num_plans == 60
+
+
+def test_forks_that_wait_for_their_prefix_are_planned_twice(engine):
+    """Once when they come, and once when it is there; not in each of the steps that compute it."""
+    tokens = some_tokens(600)
+    clients = [Client(tokens + some_tokens(5, seed=i + 1), max_tokens=2) for i in range(6)]
+    run(engine, *clients)
+    assert engine.num_steps > 600 / 64
+    assert engine.scheduler.num_plans == 1 + 5 * 2
+    assert sum(client.outcome.prefilled_tokens for client in clients) <= 600 + 6 * (5 + 16)
+
+
+def test_who_waits_for_room_is_planned_again_only_when_there_is_more(model):
+    engine = Engine(model, EngineConfig(num_pages=16))
+    first, second = Client(some_tokens(150), max_tokens=60), Client(some_tokens(120, seed=1), max_tokens=2)
+    engine.submit(first.request())
+    engine.step()
+    run(engine, second)
+    assert engine.num_steps > 60
+    assert engine.stats()["preemptions"] == 0
+    assert engine.scheduler.num_plans == 3
+    assert second.outcome.prefilled_tokens == 120
+
+
+def test_tokens_lost_while_nobody_sees_them_are_not_called_cached(model):
+    engine = Engine(model, EngineConfig(num_pages=64, compact_tokens_per_step=0))
+    tokens, history = some_tokens(160), (drop(32, 96, 160),)
+    run(engine, Client(tokens))
+    run(engine, Client([*tokens, 1], history))
+    engine.cache.tree.evict(3)  # of the four pages of the span
+    before = engine.stats()
+    client = run(engine, Client([*tokens, 1, 2, 3], history, max_tokens=1, known=161))
+    outcome = client.outcome
+    assert (outcome.cached_tokens, outcome.absent_tokens) == (161 - 48, 48)
+    assert (outcome.prefilled_tokens, outcome.replayed_tokens) == (2, 0)
+    after = engine.stats()
+    assert after["tokens_cached"] - before["tokens_cached"] == 161 - 48
+    assert after["tokens_cached_session"] - before["tokens_cached_session"] == 161 - 48
+    back = run(engine, Client([*tokens, 1, 2, 3, 4], (*history, Op("restore", 163, 32, 96, repos=True)), known=163))
+    assert (back.outcome.replayed_tokens, back.outcome.prefilled_tokens) == (48, 1)
+    assert (back.outcome.cached_tokens, back.outcome.absent_tokens) == (163 - 48, 0)
+
+
+def test_what_is_computed_is_counted_when_it_is(engine):
+    client = Client(some_tokens(300), max_tokens=1)
+    engine.submit(client.request())
+    engine.step()
+    assert engine.stats()["tokens_prefilled"] == 64
+    engine.abort(client.request().request_id)
+    assert (client.outcome.prefilled_tokens, client.outcome.finish_reason) == (64, "abort")
+    again = run(engine, Client(some_tokens(300), max_tokens=1))
+    assert (again.outcome.cached_tokens, again.outcome.prefilled_tokens) == (64, 236)
+    assert engine.stats()["tokens_prefilled"] == 300
+
+
 def test_restore_brings_tokens_back_without_computing(engine, truth):
     tokens = some_tokens(300)
     history = (drop(50, 150, 200), Op("restore", 250, 50, 150, repos=True))
@@ -283,7 +281,11 @@ def test_preempted_requests_are_replayed_not_failed(model, truth):
     small = Engine(model, EngineConfig(num_pages=24, max_step_tokens=64))
     clients = [Client(some_tokens(90, seed=i), max_tokens=40) for i in range(5)]
     run(small, *clients)
-    assert small.stats()["preemptions"] > 0
+    stats = small.stats()
+    assert stats["preemptions"] > 0
+    assert stats["tokens_prefilled"] == sum(client.outcome.prefilled_tokens for client in clients) == 5 * 90
+    assert stats["tokens_replayed"] > sum(client.outcome.replayed_tokens for client in clients) == 0
+    assert stats["tokens_cached"] == 0, "what a request had computed itself is not found"
     for client in clients:
         assert client.outcome.finish_reason == "length"
         assert len(client.ids) == 40
@@ -429,15 +431,8 @@ def every_second_block(model, **compaction) -> tuple[Engine, Client, int]:
     run(engine, Client(tokens + some_tokens(8, seed=1), history, max_tokens=8))
     idle(engine)
     tokens += some_tokens(8, seed=1)
-    _, pages = engine.residency("", tokens, history)
+    _, pages = engine.residency("", tokens, Timeline(history))
     return engine, run(engine, Client(tokens + some_tokens(20, seed=2), history, max_tokens=12)), pages
-
-
-def idle(engine: Engine) -> None:
-    """What an engine does when nobody asks for anything."""
-    while engine._may_compact:
-        engine._compact()
-        engine.check()
 
 
 def test_compaction_gathers_survivors_and_changes_no_answer(model, truth):

@@ -10,10 +10,10 @@ import random
 import pytest
 
 from akv_server import loader
+from akv_server.batch import Outcome, Request
 from akv_server.engine import Engine, EngineConfig
 from akv_server.ops import Op
 from akv_server.sampler import SamplingParams
-from akv_server.scheduler import Outcome, Request
 from tests.models import tiny_model
 
 SESSIONS, TURNS, TURN_TOKENS = 32, 5, 90

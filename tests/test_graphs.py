@@ -26,9 +26,9 @@ from akv_server.engine import Engine, EngineConfig
 from akv_server.graphs import DecodeGraphs, capture_cuda_graphs, pad_rows
 from akv_server.model import StepInput
 from akv_server.sampler import SamplingParams, sample
+from tests.clients import Client, assert_right, drop, run, some_tokens
 from tests.models import tiny_model
 from tests.perf import gpu
-from tests.test_engine import Client, assert_right, drop, run, some_tokens
 from tests.truth import Truth
 
 KERNELS = ("segment_batch_attention", "rope_and_write", "rms_norm", "silu_mul")

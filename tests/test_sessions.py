@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from dataclasses import replace
 from random import Random
@@ -14,7 +15,7 @@ from akv_sdk import types
 from akv_server import streams
 from akv_server.blocks import Block
 from akv_server.errors import AkvError
-from akv_server.ops import History, Layout, Op, layout_at
+from akv_server.ops import Layout, Op, Timeline
 from akv_server.sessions import Sessions
 from akv_server.streams import Continued, Message, Stream, continued, named_spans
 
@@ -27,9 +28,11 @@ class FakeCache:
     def __init__(self) -> None:
         self.num_resident = 10**9
 
-    def residency(self, salt: str, tokens: list[int], history: History, *, with_tier: bool = False) -> tuple[int, int]:
+    def residency(
+        self, salt: str, tokens: list[int], timeline: Timeline, *, with_tier: bool = False
+    ) -> tuple[int, int]:
         n = min(len(tokens), self.num_resident)
-        return layout_at(history, len(tokens)).num_visible_in(0, n), -(-n // 16)
+        return timeline.layout_at(len(tokens)).num_visible_in(0, n), -(-n // 16)
 
 
 def stream_of(num_tokens: int, *ops: Op) -> Stream:
@@ -358,6 +361,31 @@ def test_tenants_see_nothing_of_one_another() -> None:
         for call in (sessions.drop("c", drop([(0, 1)])), sessions.delete("c", "s"), sessions.fork("c", "s", None)):
             with refused("session_not_found", "session"):
                 await call
+
+    run(work())
+
+
+def test_the_loop_goes_on_while_residency_is_looked_up() -> None:
+    """The engine is asked in a thread: it may be in the middle of a step."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    class SlowCache(FakeCache):
+        def residency(self, *args: Any, **more: Any) -> tuple[int, int]:
+            asked.set()
+            assert may_answer.wait(10)
+            return super().residency(*args, **more)
+
+    async def work() -> None:
+        sessions = Sessions(SlowCache(), window=WINDOW, page_size=16)
+        await feed(sessions, "s", list(range(100)))
+        listed = asyncio.create_task(sessions.list(""))
+        while not asked.is_set():
+            await asyncio.sleep(0)
+        assert (await sessions.drop("", drop([(10, 20)]))).visible_tokens == 91
+        assert not listed.done()
+        may_answer.set()
+        (info,) = (await listed).data
+        assert (info.visible_tokens, info.resident_tokens) == (101, 101), "as it was when it was asked for"
 
     run(work())
 

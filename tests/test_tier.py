@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -15,15 +16,15 @@ import pytest
 import torch
 
 from akv_server import files, loader, tier
-from akv_server.cache import block_keys
 from akv_server.engine import Engine, EngineConfig
 from akv_server.errors import AkvError
 from akv_server.kv import KV
 from akv_server.model import checksum
 from akv_server.ops import Op, Timeline
+from akv_server.planning import block_keys
 from akv_server.tier import Block, File, Memory, Rate
+from tests.clients import Client, assert_right, drop, finish, idle, run, some_tokens
 from tests.models import tiny_model
-from tests.test_engine import Client, assert_right, drop, finish, idle, run, some_tokens
 from tests.truth import Truth
 
 PAGE = 16
@@ -135,7 +136,7 @@ def test_only_what_is_lacking_is_loaded(model, truth, opened, kind):
     engine = opened(model, kind=kind)
     run(engine, Client(TOKENS, HISTORY, max_tokens=4))
     engine.cache.tree.evict(12)
-    resident, _ = engine.residency("", TOKENS, HISTORY)
+    resident, _ = engine.residency("", TOKENS, Timeline(HISTORY))
     assert 0 < resident < 200
     back = run(engine, Client(TOKENS, HISTORY, max_tokens=4))
     assert engine.stats()["tokens_loaded"] == 288 - 100 - resident
@@ -170,8 +171,8 @@ def test_a_key_says_salt_tokens_and_ops_and_nothing_later():
     tokens = np.array(TOKENS[:64], np.int32)
 
     def keys(salt, tokens, *history, first=0):
-        points = [(p.at, p.signature) for p in Timeline(history).points]
-        return block_keys(salt, tokens, points, PAGE, first)
+        points = [(p.at, p.digest) for p in Timeline(history).points]
+        return list(block_keys(salt, tokens, points, PAGE, range(first, 5)).values())
 
     plain = keys("a", tokens)
     assert len(set(plain)) == 4
@@ -286,7 +287,8 @@ def test_damage_anywhere_is_noticed_and_replayed(model, truth, opened, left):
         back = again(engine)
         assert back.ids == left, f"byte {place}"
         outcome = back.outcome
-        assert outcome.cached_tokens + outcome.prefilled_tokens + outcome.replayed_tokens == 300
+        assert outcome.cached_tokens + outcome.replayed_tokens + outcome.absent_tokens == 300
+        assert outcome.absent_tokens in (0, PAGE) or place < 4096, "a block that nobody sees is not computed again"
         if place < 4096:
             assert outcome.replayed_tokens == (12 if place >= 84 else 300)
         else:  # one block at most, and what no block has
@@ -319,6 +321,35 @@ def test_every_block_damaged_while_the_server_runs(model, truth, opened, left):
     assert back.outcome.replayed_tokens >= 300 - PAGE
     assert engine.stats()["tier_damaged"] > 10
     assert_right(again(engine), truth)
+
+
+COUNTERS = ("tokens_cached", "tokens_cached_session", "tokens_cached_tier", "tokens_cached_shared", "tokens_loaded")
+COUNTERS += ("tokens_prefilled", "tokens_replayed")
+
+
+def test_no_counter_falls_when_blocks_do_not_come(model, opened, left):
+    """What was said to be in the tier, and was not, is counted as computed; never first one and then the other."""
+    engine = opened(model, load_tokens_per_step=32)
+    content = bytearray(opened.disk.read_bytes())
+    for place in range(4096 + 50_000, len(content), 1000):
+        content[place] ^= 255
+    opened.disk.write_bytes(content)
+    client = Client(TOKENS, HISTORY, max_tokens=4, known=200)
+    engine.submit(client.request())
+    seen = [engine.stats()]
+    while not engine.scheduler.is_idle:
+        engine.step()
+        seen.append(engine.stats())
+    assert client.ids == left
+    for before, after in itertools.pairwise(seen):
+        assert all(before[name] <= after[name] for name in COUNTERS)
+    outcome, last = client.outcome, seen[-1]
+    assert 0 < outcome.cached_tokens == last["tokens_cached"]
+    assert 0 < outcome.replayed_tokens == last["tokens_replayed"]
+    assert 0 < outcome.prefilled_tokens == last["tokens_prefilled"]
+    assert outcome.cached_tokens + outcome.replayed_tokens + outcome.prefilled_tokens + outcome.absent_tokens == 300
+    assert last["tokens_cached_tier"] == last["tokens_cached"]
+    assert engine.stats()["tier_damaged"] > 0
 
 
 def test_a_file_that_is_none_of_ours_is_left_alone(model, opened, tmp_path):

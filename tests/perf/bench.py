@@ -23,11 +23,11 @@ from rich.table import Table
 from torch import Tensor
 
 from akv_server import files, loader, weights
+from akv_server.batch import GeneratedToken, Outcome, Request
 from akv_server.engine import Engine, EngineConfig
 from akv_server.model import Model, ModelConfig
-from akv_server.ops import History, Op
+from akv_server.ops import History, Op, Timeline
 from akv_server.sampler import SamplingParams
-from akv_server.scheduler import GeneratedToken, Outcome, Request
 
 STREAM, DROP, NEW = 4000, (1000, 3500), 64
 CONTEXT = 2048
@@ -142,7 +142,7 @@ def every_second_block(engine: Engine) -> int:
     tokens = tokens + some_tokens(16, seed=4)
     Run(engine, tokens, history, max_tokens=8, salt="blocks")
     settle(engine)
-    return engine.residency("blocks", tokens, history)[1]
+    return engine.residency("blocks", tokens, Timeline(history))[1]
 
 
 def rolling_drop(engine: Engine) -> tuple[int, float]:
@@ -164,7 +164,7 @@ def rolling_drop(engine: Engine) -> tuple[int, float]:
         if len(blocks) > 3:
             history = (*history, Op("drop", len(tokens), *blocks[-4], repos=True))
     settle(engine)
-    return engine.residency("rolling", tokens, history)[1], longest
+    return engine.residency("rolling", tokens, Timeline(history))[1], longest
 
 
 def compaction(model: Model, rounds: int) -> dict[str, float]:

@@ -34,12 +34,12 @@ from rich.table import Table
 from akv_sdk import types
 from akv_sdk.policies.summarise import REQUEST, SUMMARY_OPENING
 from akv_server import loader
+from akv_server.batch import Outcome, Request
 from akv_server.chat import Chat
 from akv_server.engine import Engine, EngineConfig
 from akv_server.ops import History, Op, layout_at
 from akv_server.prompts import render
 from akv_server.sampler import SamplingParams
-from akv_server.scheduler import Outcome, Request
 from akv_server.streams import Stream
 from akv_server.tokenizer import Tokenizer
 
