@@ -126,6 +126,8 @@ def test_the_server_is_a_stack():
 
 def test_each_library_has_its_place():
     assert users_of("fastapi", "akv_server") == {"akv_server.app"}
+    own_http = {name for name in users_of("httpx", "akv_sdk") if not name.startswith("akv_sdk.integrations.")}
+    assert own_http == {f"akv_sdk.{name}" for name in ("client", "streams", "_transport")}
     assert users_of("jinja2", "akv_server") == {"akv_server.chat", "akv_server.templates"}
     without_torch = {"ops", "pool", "radix", "cache", "scheduler", "streams", "sessions", "chat", "tokenizer", "app"}
     with_torch = users_of("torch", "akv_server", at_run_time=True)
