@@ -36,8 +36,15 @@ bench: $(VENV)/.dev  ## timings as ratios within one run (keep the machine quiet
 quality: $(VENV)/.dev  ## what dropping costs the model on real trajectories, beside deleting, truncation and a summary
 	$(BIN)/python -m tests.perf.quality
 
-gpu: $(VENV)/.dev  ## on a GPU: the kernel tests for real, then timings (needs a torch with CUDA or ROCm)
-	$(BIN)/python -m tests.perf.gpu
+# What `make gpu` needs, and a torch that sees a GPU: a Python that has all that is taken as it is, with nothing installed.
+SEES_A_GPU := import sys, pytest, rich, safetensors, tokenizers, transformers, triton, torch; \
+	sys.exit(not torch.cuda.is_available())
+
+gpu:  ## on a GPU: the kernel tests for real, then timings, by $(PYTHON)'s own torch if it sees a GPU, else by pip's
+	if $(PYTHON) -c '$(SEES_A_GPU)' 2>/dev/null; \
+	then PYTHONPATH=kernels $(PYTHON) -m tests.perf.gpu; \
+	else $(MAKE) $(VENV)/.dev && $(BIN)/python -m tests.perf.gpu; \
+	fi
 
 %/.python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("AKV needs Python 3.11 or newer, this is " + sys.version.split()[0])'

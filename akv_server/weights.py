@@ -76,11 +76,11 @@ def _check_architecture(name: str, architecture: str) -> None:
         _unsupported(name, f"unknown architecture {architecture!r}; known are {', '.join(_QKV_BIAS)}")
 
 
-def _check_shapes(config: ModelConfig, source: TensorSource) -> TensorSource:
-    """`source`, with each tensor's shape held against the config before the model trusts it."""
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that a model of this config may ask for, under the last two parts of its name."""
     hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     q_rows, kv_rows = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes = {
+    return {
         "embed_tokens.weight": (vocab, hidden),
         "lm_head.weight": (vocab, hidden),
         "norm.weight": (hidden,),
@@ -99,6 +99,11 @@ def _check_shapes(config: ModelConfig, source: TensorSource) -> TensorSource:
         "up_proj.weight": (inner, hidden),
         "down_proj.weight": (hidden, inner),
     }
+
+
+def _check_shapes(config: ModelConfig, source: TensorSource) -> TensorSource:
+    """`source`, with each tensor's shape held against the config before the model trusts it."""
+    shapes = shapes_of(config)
 
     def checked(name: str) -> Tensor:
         tensor, want = source(name), shapes[".".join(name.split(".")[-2:])]

@@ -1,7 +1,7 @@
 """Every Triton kernel against the truth, on any device; prints one JSON line per check.
 
     TRITON_INTERPRET=1 python -m tests.triton_cases [name …]    under the interpreter, on the CPU
-    tests.perf.gpu imports `run`                                on a GPU
+    python -m tests.triton_cases [name …]                       on a GPU
 
 Owns inputs, reference values and bounds of the checks; whoever runs it decides what a failure means. A check is
 (name, measured, bound): it passes if measured <= bound. Mathematics is held to twice torch's own error in the same
@@ -64,6 +64,14 @@ def check_float8(device: str) -> Iterator[Check]:
         for how in ("query", "key"):
             case = make_attention_case("float8", dtype=torch.bfloat16, kv_dtype=kv_dtype, head_dim=128)
             yield f"{short(kv_dtype)}/{how}", *_attend(case.to(device), rotation=how)
+    scale = torch.tensor([0.02, 0.5], device=device)
+    q, k, v = (_randn(seed, 3, 2, 64).to(torch.bfloat16).to(device) for seed in range(3))
+    pages = [torch.zeros(1, 16, 2, 64, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    rotation = testing.make_rotary(64).table(torch.tensor([3, 4, 5])).to(device)
+    slots = torch.tensor([2, 3, 4], device=device)
+    gpu.rope_and_write(q, k, v, *pages, slots, rotation, interleaved=False, k_scale=scale, v_scale=scale)
+    back = pages[1].flatten(0, 1)[2:5].double() * scale.double()[:, None]
+    yield "float8_values_are_divided_by_their_scale", relative_error(back.cpu(), v.double().cpu()), 0.04
 
 
 def _attend(case: AttentionCase, **kwargs: object) -> tuple[float, float]:
@@ -222,14 +230,6 @@ def check_rope_and_write(device: str) -> Iterator[Check]:
             written[slots[slots >= 0]] = True
             untouched = torch.equal(pages[0].flatten(0, 1)[~written], expected[0].flatten(0, 1)[~written])
             yield f"other_slots/{label}", float(not untouched), 0
-    scale = torch.tensor([0.02, 0.5], device=device)
-    q, k, v = (_randn(seed, 3, 2, 64).to(torch.bfloat16).to(device) for seed in range(3))
-    pages = [torch.zeros(1, 16, 2, 64, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
-    rotation = testing.make_rotary(64).table(torch.tensor([3, 4, 5])).to(device)
-    slots = torch.tensor([2, 3, 4], device=device)
-    gpu.rope_and_write(q, k, v, *pages, slots, rotation, interleaved=False, k_scale=scale, v_scale=scale)
-    back = pages[1].flatten(0, 1)[2:5].double() * scale.double()[:, None]
-    yield "float8_values_are_divided_by_their_scale", relative_error(back.cpu(), v.double().cpu()), 0.04
 
 
 def check_repos_pages(device: str) -> Iterator[Check]:
@@ -436,5 +436,6 @@ def run(device: str, names: list[str] | None = None) -> Iterator[dict[str, objec
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for record in run("cpu", sys.argv[1:]):
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+    for record in run(device, sys.argv[1:]):
         print(json.dumps(record), flush=True)

@@ -1,280 +1,69 @@
 """`make gpu`: the Triton kernels' tests for real on a GPU, then what a drop costs there.
 
-Every figure is measured here, in this run: rivals and ceilings beside our own. Prints tables and writes out/gpu.json.
-Owns the shapes that are timed and how bytes and operations are counted. Refuses where there is no GPU.
+Every figure is measured here, in this run: rivals and ceilings beside our own. Prints tables and writes out/gpu.json,
+which grows with every stage: one that fails takes nothing from the others. Refuses where there is no GPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from akv_kernels.plan import AttentionPlan, SequencePlan, build_plan
-from akv_kernels.testing import make_rotary
+from akv_kernels import select
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from akv_server import files, loader
 from akv_server.engine import Engine, EngineConfig
-from akv_server.model import StepInput
+from akv_server.errors import AkvError
+from akv_server.model import Model, ModelConfig, StepInput
 from akv_server.ops import Op
 from akv_server.sampler import SamplingParams
 from akv_server.scheduler import GeneratedToken, Request
+from akv_server.weights import shapes_of
+from tests.perf import gpu_attention
+from tests.perf.gpu_attention import DEVICE, MAX_ERROR
 
+ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("out/gpu.json")
-DEVICE = "cuda"  # ROCm calls itself so too
-DROPS = (0, 4, 40)
-GAP = 200  # tokens of each drop
 LAUNCH_GOAL, REPOS_GOAL = 1.03, 0.85
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A batch of equal sequences with random pages: the timed call of segment_batch_attention."""
-
-    num_seqs: int
-    rows: int  # new tokens of each sequence, the last of its visible ones
-    visible: int  # tokens that each sequence sees, new ones among them
-    drops: int
-    num_q_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    page_size: int = 16
-    dtype: torch.dtype = torch.bfloat16
-
-    def segments(self) -> list[tuple[int, int, int, int]]:
-        """(slot, length, start index, delta): the visible tokens in `drops + 1` parts, GAP tokens dropped in between.
-
-        Slots equal indexes, so parts start and end in the middle of pages.
-        """
-        cuts = [self.visible * part // (self.drops + 1) for part in range(self.drops + 2)]
-        parts = enumerate(itertools.pairwise(cuts))
-        return [(begin + GAP * n, end - begin, begin + GAP * n, -GAP * n) for n, (begin, end) in parts]
-
-    def plans(self, segment: int | None = None) -> AttentionPlan:
-        """The plan on the CPU; of one segment of each sequence only, if given."""
-        parts = self.segments()
-        slot, length, start, _ = parts[-1]
-        pages = -(-(slot + length) // self.page_size)
-        ids = torch.randperm(self.num_seqs * pages, generator=torch.Generator().manual_seed(0)).view(self.num_seqs, -1)
-        rows = range(start + length - self.rows, start + length)
-        kept = parts if segment is None else [parts[segment]]
-        return build_plan(
-            [SequencePlan(rows, table, kept) for table in ids.tolist()], make_rotary(self.head_dim), self.page_size
-        )
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k_pages and v_pages with random content."""
-        num_pages = len(self.plans().page_table)
-        shape = (num_pages, self.page_size, self.num_kv_heads, self.head_dim)
-        q = (self.num_seqs * self.rows, self.num_q_heads, self.head_dim)
-        return tuple(torch.randn(s, dtype=self.dtype, device=DEVICE) for s in (q, shape, shape))  # type: ignore[return-value]
-
-    def pairs(self) -> int:
-        """How many (row, visible token) pairs one sequence has."""
-        return sum(self.visible - self.rows + 1 + row for row in range(self.rows))
-
-    def flops(self) -> int:
-        """Of the two matrix products: q k and p v, two operations a multiply-add."""
-        return 4 * self.head_dim * self.num_q_heads * self.pairs() * self.num_seqs
-
-    def rotation_flops(self, rotation: str, tile_rows: int) -> int:
-        """Four products and two sums a pair of dims: of each query row in each segment, or of each key in each tile."""
-        turned = 3 * self.head_dim * self.num_seqs
-        if rotation == "query":
-            return turned * self.rows * self.num_q_heads * (self.drops + 1)
-        return turned * self.visible * self.num_kv_heads * -(-self.rows // tile_rows)
-
-    def bytes_moved(self) -> int:
-        """Each K and V once, q and out once, page ids and the segments' tables once: the least there is to move."""
-        size = self.dtype.itemsize
-        kv = 2 * self.visible * self.num_kv_heads * self.head_dim * size
-        q_out = 2 * self.rows * self.num_q_heads * self.head_dim * size
-        tables = 4 * (-(-self.visible // self.page_size) + (self.drops + 1) * (4 + self.head_dim))
-        return self.num_seqs * (kv + q_out + tables)
-
-
-def decode(drops: int, num_seqs: int = 32) -> Workload:
-    return Workload(num_seqs, rows=1, visible=8192, drops=drops)
-
-
-def prefill(drops: int) -> Workload:
-    return Workload(num_seqs=1, rows=2048, visible=8192, drops=drops)
-
-
-SHAPES: dict[str, Callable[[int], Workload]] = {
-    "decode, 32 sequences": decode,
-    "decode, 1 sequence": lambda drops: decode(drops, 1),
-    "prefill of 2,048": prefill,
-}
-
-
-def time_ms(function: Callable[[], Any]) -> float:
-    """Median of many runs, the second-level cache emptied before each."""
-    from triton.testing import do_bench
-
-    return float(do_bench(function, warmup=50, rep=200, return_mode="median"))
-
-
-def take_turns(rounds: int, rivals: Sequence[Callable[[], Any]]) -> list[float]:
-    """Milliseconds of each rival: the median of rounds in which all of them run, so that the clock hits all alike."""
-    times = torch.tensor([[time_ms(rival) for rival in rivals] for _ in range(rounds)])
-    return times.median(dim=0).values.tolist()
-
-
-def ceilings() -> dict[str, float]:
-    """What this GPU does at best: bytes of a large copy, operations of a large matrix product."""
-    a = torch.empty(2**29, dtype=torch.bfloat16, device=DEVICE)
-    b = torch.empty_like(a)
-    x = torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE)
-    copy, product = take_turns(3, [lambda: b.copy_(a), lambda: x @ x])
-    return {
-        "copy_gb_per_s": 2 * a.numel() * a.element_size() / copy / 1e6,
-        "matmul_tflop_per_s": 2 * 8192**3 / product / 1e9,
-    }
-
-
-def attention_times(ceiling: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Each shape with 0, 4 and 40 drops and the same number of visible tokens, by both rotations, and its rivals."""
-    from akv_kernels import gpu
-
-    for name, shape in SHAPES.items():
-        functions: dict[tuple[int, str], Callable[[], Any]] = {}
-        for drops in DROPS:
-            work = shape(drops)
-            plan, (q, k_pages, v_pages) = work.plans().to(DEVICE), work.tensors()
-            for rotation in ("query", "key"):
-                functions[drops, rotation] = partial(
-                    gpu.segment_batch_attention,
-                    *(q, k_pages, v_pages, plan),
-                    scale=work.head_dim**-0.5,
-                    rotation=rotation,
-                )
-            if drops:
-                functions[drops, "one launch a segment"] = one_launch_a_segment(work, q, k_pages, v_pages)
-            elif work.rows == 1:
-                functions |= {(0, rival): run for rival, run in libraries(work, plan, q, k_pages, v_pages)}
-        times = dict(zip(functions, take_turns(3, list(functions.values())), strict=True))
-        for (drops, how), ms in times.items():
-            work = shape(drops)
-            yield {
-                "shape": name,
-                "drops": drops,
-                "how": how,
-                "ms": ms,
-                "over_no_drop": ms / times[0, how if how in ("query", "key") else "query"],
-                "gb_per_s": work.bytes_moved() / ms / 1e6,
-                "tflop_per_s": work.flops() / ms / 1e9,
-                "roofline": max(
-                    work.bytes_moved() / ms / 1e6 / ceiling["copy_gb_per_s"],
-                    work.flops() / ms / 1e9 / ceiling["matmul_tflop_per_s"],
-                ),
-            }
-
-
-def one_launch_a_segment(work: Workload, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Callable[[], Tensor]:
-    """The rival: every segment by a call of its own, then one merge.
-
-    The merge takes weights that are there already: what a kernel would spend on writing them is given to the rival.
-    """
-    from akv_kernels import gpu
-
-    plans = [work.plans(segment).to(DEVICE) for segment in range(work.drops + 1)]
-    parts = q.new_empty((len(plans), *q.shape))
-    weights = torch.randn(len(plans), *q.shape[:2], device=DEVICE)
-
-    def run() -> Tensor:
-        for plan, part in zip(plans, parts, strict=True):
-            gpu.segment_batch_attention(q, k_pages, v_pages, plan, scale=work.head_dim**-0.5, out=part)
-        return torch.einsum("srhd,srh->rhd", parts.float(), weights.softmax(dim=0)).to(q.dtype)
-
-    return run
-
-
-def libraries(
-    work: Workload, plan: AttentionPlan, q: Tensor, k_pages: Tensor, v_pages: Tensor
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Paged decode of FlashInfer and FlashAttention, where installed, on the same pages and no drop."""
-    lengths = torch.full((work.num_seqs,), work.visible, dtype=torch.int32, device=DEVICE)
-    table = plan.page_table.view(work.num_seqs, -1)
-    try:
-        import flashinfer  # type: ignore[import-not-found]
-    except ImportError:
-        pass
-    else:
-        workspace = torch.empty(2**27, dtype=torch.uint8, device=DEVICE)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
-        last = (lengths - 1) % work.page_size + 1
-        heads = (work.num_q_heads, work.num_kv_heads, work.head_dim, work.page_size)
-        wrapper.plan(plan.seq_pages, plan.page_table, last, *heads, q_data_type=q.dtype, kv_data_type=q.dtype)
-        yield "FlashInfer", lambda: wrapper.run(q, (k_pages, v_pages))
-    try:
-        from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
-    except ImportError:
-        pass
-    else:
-        large = 256  # the least page of FlashAttention 2: the same bytes, in pages of its size
-        shape = (-1, large, work.num_kv_heads, work.head_dim)
-        keys, values = (x[table.flatten().long()].view(shape) for x in (k_pages, v_pages))
-        blocks = torch.arange(len(keys), dtype=torch.int32, device=DEVICE).view(work.num_seqs, -1)
-        rows = q.unsqueeze(1)
-        yield (
-            "FlashAttention",
-            lambda: flash_attn_with_kvcache(rows, keys, values, cache_seqlens=lengths, block_table=blocks, causal=True),
-        )
-
-
-def repos_times(ceiling: dict[str, float]) -> dict[str, float]:
-    """The compactor's copy of scattered tokens, each read and written once, beside a device copy."""
-    from akv_kernels import gpu
-
-    num_tokens, num_kv_heads, head_dim = 2**17, 8, 128
-    pages = [
-        torch.randn(2 * num_tokens // 16, 16, num_kv_heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
-        for _ in range(2)
-    ]
-    order = torch.randperm(2 * num_tokens // 16, device=DEVICE)[:, None] * 16 + torch.arange(16, device=DEVICE)
-    src, dst = order.flatten().chunk(2)
-    rotation = make_rotary(head_dim).table(torch.arange(num_tokens) % 4000 - 2000).to(DEVICE)
-    ms = time_ms(lambda: gpu.repos_pages(*pages, src, dst, rotation, interleaved=False))
-    moved = 2 * 2 * num_tokens * num_kv_heads * head_dim * 2 + rotation.numel() * 4 + 2 * 8 * num_tokens
-    return {"ms": ms, "gb_per_s": moved / ms / 1e6, "over_copy": moved / ms / 1e6 / ceiling["copy_gb_per_s"]}
-
-
-def graph_times() -> dict[str, float]:
-    """A CUDA graph of one decode step's attention: replayed with other deltas it has to give their result."""
-    from akv_kernels import gpu
-
-    work = decode(4, 8)
-    plan, (q, k_pages, v_pages) = work.plans().to(DEVICE), work.tensors()
-    out = torch.empty_like(q)
-
-    def attend(plan: AttentionPlan = plan) -> Tensor:
-        return gpu.segment_batch_attention(q, k_pages, v_pages, plan, scale=work.head_dim**-0.5, out=out)
-
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attend()
-    rotation = make_rotary(work.head_dim).table(plan.seg_delta.cpu() + 77).to(DEVICE)
-    expected = attend(replace(plan, seg_rotation=rotation)).clone()
-    plan.seg_rotation.copy_(rotation)
-    out.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, expected), "a replayed graph did not see the new deltas"
-    eager, replayed = take_turns(3, [attend, graph.replay])
-    return {"eager_ms": eager, "graph_ms": replayed}
+GROUPS_AT_ONCE = 6  # of checks: nearly all of their time goes into compiling kernels, on one core each
+GROUP_TIMEOUT_S = 400
+LARGE = ModelConfig(
+    name="random weights in the shape of Llama 3.1 8B",
+    architecture="llama",
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rotary_dim=128,
+    vocab_size=128_256,
+    max_positions=131_072,
+    rms_norm_eps=1e-5,
+    tie_embeddings=False,
+    qkv_bias=False,
+    qk_norm=False,
+    rope_theta=500_000.0,
+    rope_scaling=None,
+    eos_token_ids=(),
+    bos_token_id=None,
+)
+LARGE_BYTES = 45e9  # its weights, the pool below, and room
 
 
 def decode_times(
@@ -340,95 +129,181 @@ def decode_times(
     return results
 
 
-def engine_times() -> dict[str, Any]:
-    """The engine with the default model in bfloat16: decode with and without graphs; the first token after a drop,
-    without one, and prefilled again."""
-    from akv_server import files, loader
+def random_model(config: ModelConfig) -> Model:
+    """A model that says nothing and takes the time of one that does."""
+    shapes, generator = shapes_of(config), torch.Generator(DEVICE).manual_seed(0)
+
+    def source(name: str) -> Tensor:
+        shape = shapes[".".join(name.split(".")[-2:])]
+        if len(shape) == 1:
+            return torch.ones(shape, device=DEVICE)
+        return torch.randn(shape, generator=generator, device=DEVICE) * shape[1] ** -0.5
+
+    return Model(config, source, select(DEVICE), weights="bfloat16", device=DEVICE)
+
+
+def models() -> Iterator[Model]:
+    """The default model, where its files can be had and read; and a large one, where there is memory."""
+    if importlib.util.find_spec("gguf") is not None:
+        try:
+            yield loader.load_model(files.resolve("default"), weights_as="bfloat16", device=DEVICE)
+        except AkvError as error:
+            print(f"without the default model: {error.message}")
+    if torch.cuda.get_device_properties().total_memory > LARGE_BYTES:
+        yield random_model(LARGE)
+
+
+def engine_times() -> list[dict[str, Any]]:
+    """The engine in bfloat16: decode with and without graphs; the first token after a drop, without one, and prefilled
+    again."""
     from tests.perf.bench import drop_against_none
 
-    model = loader.load_model(files.resolve("default"), weights_as="bfloat16", device=DEVICE)
-    engine = Engine(model, EngineConfig(num_pages=8192))
-    return {"engine_decode": decode_times(engine), "end_to_end": drop_against_none(engine, rounds=5)}
+    results = []
+    for model in models():
+        engine = Engine(model, EngineConfig(num_pages=6144))
+        decode = decode_times(engine)
+        results.append(
+            {"model": model.config.name, "decode": decode, "end_to_end": drop_against_none(engine, rounds=5)}
+        )
+        del engine, model
+    return results
 
 
-def tests(console: Console) -> bool:
+def checks_of(group: str) -> tuple[list[dict[str, Any]], str]:
+    """One group of tests/triton_cases.py, in a process of its own: a fault in a kernel ends no other. Its records, and
+    what went wrong beside them."""
+    command = [sys.executable, "-m", "tests.triton_cases", group]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=GROUP_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"took more than {GROUP_TIMEOUT_S} s"
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return records, done.stderr[-3000:] if done.returncode else ""
+
+
+def tests(console: Console) -> dict[str, Any]:
     """Every check of tests/triton_cases.py on the GPU; prints those that fail."""
-    from tests import triton_cases
+    from tests.triton_cases import CHECKS
 
     can_float8 = torch.version.hip is not None or torch.cuda.get_device_capability() >= (8, 9)
-    groups = [group for group in triton_cases.CHECKS if can_float8 or group != "float8"]
-    failed = total = 0
-    for check in triton_cases.run(DEVICE, groups):
-        total += 1
-        if not check["passed"]:
-            failed += 1
-            console.print(
-                f"[red]failed[/] {check['group']} {check['name']}: {check['measured']:.3g} > {check['bound']:.3g}"
-            )
-    console.print(f"{total - failed} of {total} checks passed on {torch.cuda.get_device_name()}")
-    return failed == 0
+    groups = [group for group in CHECKS if can_float8 or group != "float8"]
+    failed, total = [], 0
+    with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
+        for group, (records, problem) in zip(groups, pool.map(checks_of, groups), strict=True):
+            total += len(records) + bool(problem)
+            failed += [
+                f"{group} {r['name']}: {r['measured']:.3g} > {r['bound']:.3g}" for r in records if not r["passed"]
+            ]
+            failed += [f"{group} ended early: {problem}"] if problem else []
+    for line in failed:
+        console.print(f"failed: {line}", style="red", markup=False)
+    console.print(f"{total - len(failed)} of {total} checks passed on {torch.cuda.get_device_name()}")
+    return {"total": total, "failed": failed, "float8": can_float8}
 
 
-def report(console: Console, results: dict[str, Any]) -> None:
+def report_attention(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(
         title="segment_batch_attention, 8,192 visible tokens a sequence, bfloat16, 32 heads over 8, pages of 16"
     )
     for column in ("shape", "drops", "how", "ms", "over no drop", "GB/s", "TFLOP/s", "of roofline"):
-        table.add_column(column, justify="left" if column in ("shape", "how") else "right")
-    for row in results["attention"]:
+        table.add_column(column, justify="left" if column in ("shape", "how") else "right", no_wrap=True)
+    shape = None
+    for row in rows:
+        if row["shape"] != shape:
+            table.add_section()
+            shape = row["shape"]
         numbers = f"{row['over_no_drop']:.2f}", f"{row['gb_per_s']:.0f}", f"{row['tflop_per_s']:.1f}"
         table.add_row(
             row["shape"], str(row["drops"]), row["how"], f"{row['ms']:.4f}", *numbers, f"{row['roofline']:.0%}"
         )
     console.print(table)
-    ceiling, repos, graph = results["ceilings"], results["repos_pages"], results["graph"]
-    console.print(f"goal: a drop costs at most {LAUNCH_GOAL} times the same visible tokens without one")
+    worst = max((r for r in rows if r["how"] == "query"), key=lambda r: r["over_no_drop"])
     console.print(
-        f"ceilings: copy {ceiling['copy_gb_per_s']:.0f} GB/s, product {ceiling['matmul_tflop_per_s']:.0f} TFLOP/s"
+        f"a drop costs at most {worst['over_no_drop']:.3f} times the same visible tokens without one "
+        f"({worst['shape']}, {worst['drops']} drops; goal {LAUNCH_GOAL})"
     )
-    console.print(
-        f"repos_pages: {repos['gb_per_s']:.0f} GB/s, {repos['over_copy']:.0%} of a copy (goal {REPOS_GOAL:.0%})"
-    )
-    console.print(
-        f"one layer's decode attention: {graph['eager_ms']:.4f} ms, {graph['graph_ms']:.4f} ms as a CUDA graph"
-    )
-    for row in results["engine_decode"]:
+
+
+def report(console: Console, results: dict[str, Any]) -> None:
+    """What there is: a stage that failed is left out."""
+    if ceiling := results.get("ceilings"):
         console.print(
-            f"a decode step of {row['num_seqs']} sequences with 4 drops each: {row['eager_ms']:.2f} ms, "
-            f"{row['graphs_ms']:.2f} ms as a CUDA graph ({row['same_tokens']:.1%} of the tokens are the same)"
+            f"ceilings: copy {ceiling['copy_gb_per_s']:.0f} GB/s, product {ceiling['matmul_tflop_per_s']:.0f} TFLOP/s"
         )
-    e2e = results["end_to_end"]
-    console.print(
-        f"first token after a drop {e2e['ttft_after_drop_ms']:.1f} ms, with no drop {e2e['ttft_no_drop_ms']:.1f} ms, "
-        f"prefilled again {e2e['ttft_re_prefill_ms']:.1f} ms"
-    )
+    if rows := results.get("attention"):
+        report_attention(console, rows)
+    if repos := results.get("repos_pages"):
+        console.print(
+            f"repos_pages: {repos['gb_per_s']:.0f} GB/s, {repos['over_copy']:.0%} of a copy (goal {REPOS_GOAL:.0%})"
+        )
+    if graph := results.get("graph"):
+        console.print(
+            f"one layer's decode attention: {graph['eager_ms']:.4f} ms, {graph['graph_ms']:.4f} ms as a CUDA graph"
+        )
+    for engine in results.get("engine", ()):
+        console.print(f"{engine['model']}:")
+        for row in engine["decode"]:
+            console.print(
+                f"  a decode step of {row['num_seqs']} sequences with 4 drops each: {row['eager_ms']:.2f} ms, "
+                f"{row['graphs_ms']:.2f} ms as a CUDA graph ({row['same_tokens']:.1%} of the tokens are the same)"
+            )
+        e2e = engine["end_to_end"]
+        console.print(
+            f"  first token after a drop {e2e['ttft_after_drop_ms']:.1f} ms, with no drop "
+            f"{e2e['ttft_no_drop_ms']:.1f} ms, prefilled again {e2e['ttft_re_prefill_ms']:.1f} ms"
+        )
+
+
+def wrong_results(rows: list[dict[str, Any]]) -> list[str]:
+    """Of the timed calls: those that miss float64 by more than rounding."""
+    wrong = [row for row in rows if row["error"] is not None and not row["error"] <= MAX_ERROR]
+    return [f"{row['shape']}, {row['drops']} drops, {row['how']}: off by {row['error']:.3g}" for row in wrong]
 
 
 def main() -> int:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     if not torch.cuda.is_available():
         console.print(
             "make gpu needs a CUDA or ROCm device and a torch built for it; this one has none "
             f"(torch {torch.__version__}). The same checks run without a GPU in `make test`."
         )
         return 2
-    if not tests(console):
-        return 1
-    ceiling = ceilings()
+    from triton import __version__ as triton_version
+
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "ceilings": ceiling,
-        "attention": list(attention_times(ceiling)),
-        "repos_pages": repos_times(ceiling),
-        "graph": graph_times(),
-        **engine_times(),
+        "triton": triton_version,
+        "failed": {},
+        "seconds": {},
     }
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps(results, indent=1))
+
+    def stage(name: str, run: Callable[[], Any]) -> None:
+        begun = time.perf_counter()
+        try:
+            results[name] = run()
+        except Exception as error:
+            results["failed"][name] = f"{type(error).__name__}: {error}"
+            console.print(f"{name} failed:", style="red")
+            console.print_exception()
+        results["seconds"][name] = round(time.perf_counter() - begun, 1)
+        OUT.parent.mkdir(exist_ok=True)
+        OUT.write_text(json.dumps(results, indent=1))
+        torch.cuda.empty_cache()
+
+    stage("checks", lambda: tests(console))
+    stage("ceilings", gpu_attention.ceilings)
+    stage("attention", lambda: list(gpu_attention.attention_times(results["ceilings"])))
+    stage("repos_pages", lambda: gpu_attention.repos_times(results["ceilings"]))
+    stage("graph", gpu_attention.graph_times)
+    stage("engine", engine_times)
     report(console, results)
-    console.print(f"all figures in {OUT}")
-    return 0
+    for line in (wrong := wrong_results(results.get("attention", []))):
+        console.print(f"wrong: {line}", style="red")
+    console.print(f"all figures in {OUT}, after {sum(results['seconds'].values()):.0f} s")
+    return int(bool(results["failed"] or wrong or results.get("checks", {}).get("failed")))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,361 @@
+"""What `make gpu` times of the kernels: attention with and without drops beside its rivals, `repos_pages`, a graph.
+
+Owns the shapes that are timed, how bytes and operations are counted, and what the timed calls have to come to: each
+timed result is compared with dense attention in float64 first. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from akv_kernels.plan import AttentionPlan, SequencePlan, build_plan
+from akv_kernels.testing import dense_attention, make_rotary, relative_error, rotate
+from torch import Tensor
+
+from akv_server.graphs import Capture, capture_cuda_graphs
+
+DEVICE = "cuda"  # ROCm calls itself so too
+DROPS = (0, 4, 40)
+GAP = 200  # tokens of each drop
+ROUNDS = 3
+MAX_ERROR = 0.01  # of bfloat16 against float64, relative; wrong results miss it by far
+
+Timed = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A batch of equal sequences with random pages: the timed call of segment_batch_attention."""
+
+    num_seqs: int
+    rows: int  # new tokens of each sequence, the last of its visible ones
+    visible: int  # tokens that each sequence sees, new ones among them
+    drops: int  # all of them before the new tokens
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def segments(self) -> list[tuple[int, int, int, int]]:
+        """(slot, length, start index, delta): the visible tokens in `drops + 1` parts, GAP tokens dropped in between.
+
+        Slots equal indexes, so parts start and end in the middle of pages. The new tokens all lie in the last part.
+        """
+        old = self.visible - self.rows
+        cuts = [old * part // (self.drops + 1) for part in range(self.drops + 1)] + [self.visible]
+        parts = enumerate(itertools.pairwise(cuts))
+        return [(begin + GAP * n, end - begin, begin + GAP * n, -GAP * n) for n, (begin, end) in parts]
+
+    def page_ids(self) -> Tensor:
+        """int64 [num_seqs, pages of one]: a random permutation of the pool."""
+        slot, length, *_ = self.segments()[-1]
+        pages = -(-(slot + length) // self.page_size)
+        order = torch.randperm(self.num_seqs * pages, generator=torch.Generator().manual_seed(0))
+        return order.view(self.num_seqs, -1)
+
+    def plan(self, segment: int | None = None) -> AttentionPlan:
+        """The plan on the CPU; of one segment of each sequence and its pages only, if given."""
+        parts, ids = self.segments(), self.page_ids()
+        slot, length, start, _ = parts[-1]
+        rows = range(start + length - self.rows, start + length)
+        if segment is not None:
+            slot, length, start, delta = parts[segment]
+            first, offset = divmod(slot, self.page_size)
+            ids = ids[:, first : -(-(slot + length) // self.page_size)]
+            parts = [(offset, length, start, delta)]
+        sequences = [SequencePlan(rows, table, parts) for table in ids.tolist()]
+        return build_plan(sequences, make_rotary(self.head_dim), self.page_size)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k_pages and v_pages with random content."""
+        shape = (self.page_ids().numel(), self.page_size, self.num_kv_heads, self.head_dim)
+        q = (self.num_seqs * self.rows, self.num_q_heads, self.head_dim)
+        return tuple(torch.randn(s, dtype=self.dtype, device=DEVICE) for s in (q, shape, shape))  # type: ignore[return-value]
+
+    def error(self, out: Tensor, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> float:
+        """Of some rows of the first and the last sequence against dense attention in float64."""
+        rotary, worst = make_rotary(self.head_dim).to(DEVICE), 0.0
+        slot, index, delta = (
+            torch.cat([torch.arange(length) * step + value for length, step, value in column]).to(DEVICE)
+            for column in (
+                [(length, 1, slot) for slot, length, _, _ in self.segments()],
+                [(length, 1, start) for _, length, start, _ in self.segments()],
+                [(length, 0, delta) for _, length, _, delta in self.segments()],
+            )
+        )
+        for seq in {0, self.num_seqs - 1}:
+            pages = self.page_ids()[seq].to(DEVICE)[slot // self.page_size]
+            key, value = (x[pages, slot % self.page_size].double() for x in (k_pages, v_pages))
+            rows = torch.tensor(sorted({0, self.rows // 3, self.rows - 1}), device=DEVICE)
+            visible = index <= index[len(index) - self.rows + rows][:, None]
+            rows = rows + seq * self.rows
+            truth, _ = dense_attention(q[rows].double(), rotate(key, delta, rotary), value, visible, self.scale)
+            worst = max(worst, relative_error(out[rows], truth))
+        return worst
+
+    def pairs(self) -> int:
+        """How many (row, visible token) pairs one sequence has."""
+        return sum(self.visible - self.rows + 1 + row for row in range(self.rows))
+
+    def flops(self) -> int:
+        """Of the two matrix products: q k and p v, two operations a multiply-add."""
+        return 4 * self.head_dim * self.num_q_heads * self.pairs() * self.num_seqs
+
+    def rotation_flops(self, rotation: str, tile_rows: int) -> int:
+        """Four products and two sums a pair of dims: of each query row in each segment, or of each key in each tile."""
+        turned = 3 * self.head_dim * self.num_seqs
+        if rotation == "query":
+            return turned * self.rows * self.num_q_heads * (self.drops + 1)
+        return turned * self.visible * self.num_kv_heads * -(-self.rows // tile_rows)
+
+    def bytes_moved(self) -> int:
+        """Each K and V once, q and out once, page ids and the segments' tables once: the least there is to move."""
+        size = self.dtype.itemsize
+        kv = 2 * self.visible * self.num_kv_heads * self.head_dim * size
+        q_out = 2 * self.rows * self.num_q_heads * self.head_dim * size
+        tables = 4 * (-(-self.visible // self.page_size) + (self.drops + 1) * (4 + self.head_dim))
+        return self.num_seqs * (kv + q_out + tables)
+
+
+def decode(drops: int, num_seqs: int = 32) -> Workload:
+    return Workload(num_seqs, rows=1, visible=8192, drops=drops)
+
+
+def prefill(drops: int) -> Workload:
+    return Workload(num_seqs=1, rows=2048, visible=8192, drops=drops)
+
+
+SHAPES: dict[str, Callable[[int], Workload]] = {
+    "decode, 32 sequences": decode,
+    "decode, 1 sequence": lambda drops: decode(drops, 1),
+    "prefill of 2,048": prefill,
+}
+
+
+def time_ms(function: Timed) -> float:
+    """Median of many runs, the second-level cache emptied before each."""
+    from triton.testing import do_bench
+
+    return float(do_bench(function, warmup=50, rep=200, return_mode="median"))
+
+
+def take_turns(rivals: Sequence[Timed]) -> list[float]:
+    """Milliseconds of each rival: the median of ROUNDS in which all of them run, so that the clock hits all alike."""
+    times = torch.tensor([[time_ms(rival) for rival in rivals] for _ in range(ROUNDS)])
+    return times.median(dim=0).values.tolist()
+
+
+def as_graph(function: Timed, capture: Capture) -> Timed:
+    """Its kernels without the Python that launches them, which takes longer than a small one runs."""
+
+    def run() -> None:
+        function()
+
+    return capture(run)
+
+
+def ceilings(num_elements: int = 2**29, width: int = 8192) -> dict[str, float]:
+    """What this GPU does at best: bytes of a large copy, operations of a large matrix product."""
+    a = torch.zeros(num_elements, dtype=torch.bfloat16, device=DEVICE)
+    b = torch.empty_like(a)
+    x = torch.randn(width, width, dtype=torch.bfloat16, device=DEVICE)
+    copy, product = take_turns([lambda: b.copy_(a), lambda: x @ x])
+    return {
+        "copy_gb_per_s": 2 * a.numel() * a.element_size() / copy / 1e6,
+        "matmul_tflop_per_s": 2 * width**3 / product / 1e9,
+    }
+
+
+def attention_times(ceiling: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """Each shape with 0, 4 and 40 drops and the same number of visible tokens, by both rotations, and its rivals."""
+    from akv_kernels import gpu
+
+    capture = capture_cuda_graphs()
+    for name, shape in SHAPES.items():
+        replays: dict[tuple[int, str], Timed] = {}
+        errors: dict[tuple[int, str], float] = {}
+        for drops in DROPS:
+            work = shape(drops)
+            plan, (q, k_pages, v_pages) = work.plan().to(DEVICE), work.tensors()
+            functions: dict[str, Timed] = {
+                how: partial(gpu.segment_batch_attention, q, k_pages, v_pages, plan, scale=work.scale, rotation=how)
+                for how in ("query", "key")
+            }
+            if drops == 0 and work.rows == 1:
+                functions |= libraries(work, plan, q, k_pages, v_pages)
+            for how, function in functions.items():
+                errors[drops, how] = work.error(function(), q, k_pages, v_pages)
+                replays[drops, how] = as_graph(function, capture)
+            if drops:
+                replays[drops, "a launch a segment"] = as_graph(
+                    one_launch_a_segment(work, q, k_pages, v_pages), capture
+                )
+        times = dict(zip(replays, take_turns(list(replays.values())), strict=True))
+        for (drops, how), ms in times.items():
+            work = shape(drops)
+            gb_per_s, tflop_per_s = work.bytes_moved() / ms / 1e6, work.flops() / ms / 1e9
+            yield {
+                "shape": name,
+                "drops": drops,
+                "how": how,
+                "ms": ms,
+                "error": errors.get((drops, how)),
+                "over_no_drop": ms / times[0, how if how in ("query", "key") else "query"],
+                "gb_per_s": gb_per_s,
+                "tflop_per_s": tflop_per_s,
+                "roofline": max(
+                    gb_per_s / ceiling["copy_gb_per_s"],
+                    tflop_per_s / ceiling["matmul_tflop_per_s"],
+                ),
+            }
+
+
+def one_launch_a_segment(work: Workload, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Timed:
+    """The rival: every segment by a call of its own, then one merge.
+
+    The merge takes log-sum-exps that are there already: what a kernel would spend on writing them is given to the
+    rival. It is our own reduction, with the segments for splits.
+    """
+    import triton
+    from akv_kernels import gpu
+    from akv_kernels.attention import reduce_splits_kernel
+
+    plans = [work.plan(segment).to(DEVICE) for segment in range(work.drops + 1)]
+    parts = q.new_empty((len(plans), *q.shape))
+    log_sums = torch.randn(len(plans), *q.shape[:2], device=DEVICE)
+    out = torch.empty_like(q)
+
+    def run() -> Tensor:
+        for plan, part in zip(plans, parts, strict=True):
+            gpu.segment_batch_attention(q, k_pages, v_pages, plan, scale=work.scale, out=part)
+        reduce_splits_kernel[q.shape[:2]](
+            parts,
+            log_sums,
+            plans[0].row_seq,
+            plans[0].seq_rows,
+            out,
+            None,
+            work.num_seqs,
+            len(plans),
+            HEAD_DIM=work.head_dim,
+            PAIRS=work.head_dim // 2,
+            TILE_ROWS=work.rows,
+            SPLIT_BLOCK=triton.next_power_of_2(len(plans)),
+            num_warps=4,
+        )
+        return out
+
+    return run
+
+
+def libraries(work: Workload, plan: AttentionPlan, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> dict[str, Timed]:
+    """Decode without a drop by others: torch on keys and values laid out densely, and the paged kernels of FlashInfer
+    and FlashAttention on the same bytes, where they are installed and run."""
+    dense = [
+        x[work.page_ids().to(DEVICE)].view(work.num_seqs, -1, work.num_kv_heads, work.head_dim)[:, : work.visible]
+        for x in (k_pages, v_pages)
+    ]
+    rivals = {"torch, not paged": partial(torch_attention, q, *(x.transpose(1, 2).contiguous() for x in dense))}
+    for name, make in (
+        ("FlashInfer", partial(flashinfer, work, plan, q, k_pages, v_pages)),
+        ("FlashInfer, tensor cores", partial(flashinfer, work, plan, q, k_pages, v_pages, use_tensor_cores=True)),
+        ("FlashAttention", partial(flash_attention, work, q, *dense)),
+    ):
+        try:
+            run = make()
+            run()
+        except ImportError:
+            continue
+        except Exception as error:  # installed, but not for this machine: there is one rival less
+            print(f"{name} does not run here: {type(error).__name__} {error}")
+            continue
+        rivals[name] = run
+    return rivals
+
+
+def torch_attention(
+    q: Tensor,  # [num_seqs, num_q_heads, head_dim]
+    key: Tensor,  # [num_seqs, num_kv_heads, visible, head_dim]
+    value: Tensor,
+) -> Tensor:  # like q
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q.unsqueeze(2), key, value, enable_gqa=True).squeeze(2)
+
+
+def flashinfer(
+    work: Workload, plan: AttentionPlan, q: Tensor, k_pages: Tensor, v_pages: Tensor, *, use_tensor_cores: bool = False
+) -> Timed:
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # type: ignore[import-not-found]
+
+    workspace = torch.zeros(2**27, dtype=torch.uint8, device=DEVICE)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
+    last = torch.full((work.num_seqs,), (work.visible - 1) % work.page_size + 1, dtype=torch.int32, device=DEVICE)
+    heads = (work.num_q_heads, work.num_kv_heads, work.head_dim, work.page_size)
+    wrapper.plan(plan.seq_pages, plan.page_table, last, *heads, q_data_type=q.dtype, kv_data_type=q.dtype)
+    return lambda: wrapper.run(q, (k_pages, v_pages))
+
+
+def flash_attention(
+    work: Workload,
+    q: Tensor,
+    key: Tensor,  # [num_seqs, visible, num_kv_heads, head_dim]
+    value: Tensor,
+) -> Timed:
+    from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
+
+    large = 256  # the least page of FlashAttention 2: the same bytes, in pages of its size
+    pages = [x.reshape(-1, large, work.num_kv_heads, work.head_dim) for x in (key, value)]
+    blocks = torch.arange(len(pages[0]), dtype=torch.int32, device=DEVICE).view(work.num_seqs, -1)
+    lengths = torch.full((work.num_seqs,), work.visible, dtype=torch.int32, device=DEVICE)
+    rows = q.unsqueeze(1)
+    return lambda: flash_attn_with_kvcache(
+        rows, *pages, cache_seqlens=lengths, block_table=blocks, causal=True
+    ).squeeze(1)
+
+
+def repos_times(ceiling: dict[str, float], num_tokens: int = 2**17) -> dict[str, float]:
+    """The compactor's copy of scattered tokens, each read and written once, beside a device copy."""
+    from akv_kernels import gpu
+
+    num_kv_heads, head_dim, page_size = 8, 128, 16
+    num_pages = 2 * num_tokens // page_size
+    shape = (num_pages, page_size, num_kv_heads, head_dim)
+    pages = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    order = torch.randperm(num_pages, device=DEVICE)[:, None] * page_size + torch.arange(page_size, device=DEVICE)
+    src, dst = order.flatten().chunk(2)
+    rotation = make_rotary(head_dim).table(torch.arange(num_tokens) % 4000 - 2000).to(DEVICE)
+    ms = time_ms(lambda: gpu.repos_pages(*pages, src, dst, rotation, interleaved=False))
+    moved = 2 * 2 * num_tokens * num_kv_heads * head_dim * 2 + rotation.numel() * 4 + 2 * 8 * num_tokens
+    return {"ms": ms, "gb_per_s": moved / ms / 1e6, "over_copy": moved / ms / 1e6 / ceiling["copy_gb_per_s"]}
+
+
+def graph_times() -> dict[str, float]:
+    """A CUDA graph of one decode step's attention: replayed with other deltas it has to give their result."""
+    from akv_kernels import gpu
+
+    work = decode(4, 8)
+    plan, (q, k_pages, v_pages) = work.plan().to(DEVICE), work.tensors()
+    out = torch.empty_like(q)
+
+    def attend(plan: AttentionPlan = plan) -> Tensor:
+        return gpu.segment_batch_attention(q, k_pages, v_pages, plan, scale=work.scale, out=out)
+
+    replay = as_graph(attend, capture_cuda_graphs())
+    rotation = make_rotary(work.head_dim).table(plan.seg_delta.cpu() + 77).to(DEVICE)
+    expected = attend(replace(plan, seg_rotation=rotation)).clone()
+    plan.seg_rotation.copy_(rotation)
+    out.zero_()
+    replay()
+    assert torch.equal(out, expected), "a replayed graph did not see the new deltas"
+    eager, replayed = take_turns([attend, replay])
+    return {"eager_ms": eager, "graph_ms": replayed}

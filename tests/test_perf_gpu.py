@@ -1,0 +1,104 @@
+"""`make gpu` without a GPU: all of its Python runs once, on small shapes, and its shapes are what it says they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.perf import gpu, gpu_attention
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (Linux on x86-64 only)")
+
+
+@pytest.mark.parametrize("shape", gpu_attention.SHAPES)
+@pytest.mark.parametrize("drops", gpu_attention.DROPS)
+def test_a_drop_changes_nothing_but_the_number_of_segments(shape, drops):
+    """Each row sees as many tokens as without one: only then is the time of one over the other what drops cost."""
+    work = gpu_attention.SHAPES[shape](drops)
+    plan, num_seqs = work.plan(), work.num_seqs
+    assert len(plan.seg_length) == num_seqs * (drops + 1)
+    length, start = (x[: drops + 1] for x in (plan.seg_length, plan.seg_start))
+    seen = (plan.row_index[: work.rows, None] + 1 - start).clamp(min=0).minimum(length).sum(dim=1)
+    assert seen.tolist() == list(range(work.visible - work.rows + 1, work.visible + 1))
+    assert int(seen.sum()) == work.pairs()
+
+
+def test_one_segments_plan_has_the_same_slots_in_fewer_pages():
+    work = gpu_attention.Workload(num_seqs=3, rows=2, visible=500, drops=4)
+    whole = work.plan()
+    tables = whole.page_table.view(3, -1)
+
+    def slots(plan, seq: int, segment: int) -> list[tuple[int, int]]:
+        table = plan.page_table[plan.seq_pages[seq] : plan.seq_pages[seq + 1]]
+        slot = torch.arange(int(plan.seg_length[segment])) + plan.seg_slot[segment]
+        return list(zip(table[slot // 16].tolist(), (slot % 16).tolist(), strict=True))
+
+    for segment in range(5):
+        part = work.plan(segment)
+        assert len(part.page_table) < tables.numel() / 3
+        for seq in range(3):
+            assert slots(part, seq, seq) == slots(whole, seq, seq * 5 + segment)
+
+
+def test_a_group_of_checks_that_dies_keeps_what_it_had(monkeypatch):
+    def dies(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(returncode=-11, stdout='{"passed": true}\nnoise\n', stderr="illegal memory access")
+
+    def hangs(*_: object, timeout: float, **__: object) -> None:
+        raise subprocess.TimeoutExpired("checks", timeout)
+
+    monkeypatch.setattr(subprocess, "run", dies)
+    assert gpu.checks_of("attention") == ([{"passed": True}], "illegal memory access")
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert gpu.checks_of("attention") == ([], "took more than 400 s")
+
+
+@needs_triton
+def test_a_stage_that_fails_takes_nothing_from_the_others(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"is_available": True, "get_device_name": "no GPU", "empty_cache": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(gpu, "tests", lambda console: {"total": 2, "failed": []})
+    monkeypatch.setattr(gpu_attention, "ceilings", lambda: {"copy_gb_per_s": 100.0, "matmul_tflop_per_s": 2.0})
+    monkeypatch.setattr(gpu_attention, "repos_times", lambda ceiling: {"gb_per_s": 90.0, "over_copy": 0.9})
+    monkeypatch.setattr(gpu, "engine_times", list)
+    row = {"shape": "decode", "drops": 4, "how": "query", "ms": 1.0, "over_no_drop": 1.01, "gb_per_s": 1.0}
+    row |= {"tflop_per_s": 1.0, "roofline": 0.5, "error": float("nan")}
+    monkeypatch.setattr(gpu_attention, "attention_times", lambda ceiling: iter([row]))
+    monkeypatch.setattr(gpu_attention, "graph_times", lambda: 1 // 0)
+    assert gpu.main() == 1
+    results = json.loads((tmp_path / "out/gpu.json").read_text())
+    assert list(results["failed"]) == ["graph"]
+    assert "graph" not in results
+    shown = capsys.readouterr().out
+    assert "90% of a copy (goal 85%)" in shown
+    assert "at most 1.010 times" in shown
+    assert "wrong: decode, 4 drops, query: off by nan" in shown
+
+
+@needs_triton
+def test_every_stage_runs(tmp_path):
+    command = [sys.executable, "-m", "tests.gpu_dry_run", str(tmp_path)]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((tmp_path / "out/gpu.json").read_text())
+    assert results["failed"] == {}
+    assert set(results["seconds"]) == {"checks", "ceilings", "attention", "repos_pages", "graph", "engine"}
+    assert results["checks"] == {"total": 4, "failed": [], "float8": True}
+    timed = {(row["shape"], row["how"]) for row in results["attention"] if row["drops"] == 1}
+    hows = ("query", "key", "a launch a segment")
+    assert timed == {(shape, how) for shape in ("decode", "prefill") for how in hows}
+    assert all(row["error"] < gpu_attention.MAX_ERROR for row in results["attention"] if row["error"] is not None)
+    assert results["engine"][0]["model"].startswith("random weights")
+    for text in ("without the default model", "goal 1.03", "goal 85%", "first token after a drop"):
+        assert text in done.stdout
