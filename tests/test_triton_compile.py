@@ -40,19 +40,22 @@ def attend(
     interleaved: bool = False,
     split: bool = True,
     mass: bool = False,
+    one_sequence: bool = False,
     tiling: attention.Tiling | None = None,
 ) -> Compiled:
     """segment_batch_kernel as segment_batch_attention would launch it for such a call."""
     kv_dtype = kv_dtype or dtype
-    element_size = 1 if kv_dtype.startswith("fp8") else 2
-    tiling = tiling or attention.choose_tiling(max_rows, group, head_dim, element_size, TARGETS[target][1])
+    element_size = {"fp8": 1, "fp3": 4}.get(kv_dtype[:3], 2)
+    limit = TARGETS[target][1]
+    tiling = tiling or attention.choose_tiling(max_rows, group, head_dim, element_size, limit, interleaved)
     types = {"q": "*" + dtype, "k_pages": "*" + kv_dtype, "v_pages": "*" + kv_dtype, "out": "*" + dtype}
     types |= dict.fromkeys(PLAN, "*i32")
-    types |= {"seg_rotation": "*fp32", "num_seqs": "i32", "score_scale": "fp32"}
+    types |= {"seg_rotation": "*fp32", "score_scale": "fp32"} | ({} if one_sequence else {"num_seqs": "i32"})
     optional = {"k_scale": element_size == 1, "v_scale": element_size == 1, "lse": mass, "page_mass": mass}
     optional |= {"partial_out": split, "partial_lse": split}
     types |= {name: "*fp32" for name, given in optional.items() if given}
     constants: dict[str, Any] = {name: None for name, given in optional.items() if not given}
+    constants |= {"num_seqs": 1} if one_sequence else {}  # as the just-in-time compiler takes every 1
     constants |= {"NUM_KV_HEADS": 8, "GROUP": group, "HEAD_DIM": head_dim, "ROTARY_DIM": head_dim}
     constants |= {"PAGE_SIZE": page_size, "INTERLEAVED": interleaved, "ROTATE_KEY": rotate_key}
     constants |= {"ONE_ROW": max_rows == 1, "PAIRS": triton.next_power_of_2(head_dim // 2)}
@@ -75,6 +78,12 @@ ATTENTION: list[tuple[str, dict[str, Any], set[str]]] = [
     ("sm_80", DECODE | {"split": False, "head_dim": 256, "group": 2}, {"out"}),
     ("sm_80", PREFILL | {"split": False, "head_dim": 96, "group": 4}, {"out"}),
     ("gfx942", PREFILL | {"split": False, "head_dim": 80, "group": 4, "dtype": "fp16"}, {"out"}),
+    ("sm_90", DECODE | {"one_sequence": True}, {"out", "partial_out", "partial_lse"}),
+    ("sm_90", PREFILL | {"one_sequence": True}, {"out", "partial_out", "partial_lse"}),
+    ("sm_90", PREFILL | {"split": False, "interleaved": True}, {"out"}),
+    ("sm_80", PREFILL | {"split": False, "kv_dtype": "fp8e5"}, {"out"}),
+    ("gfx942", DECODE | {"split": False, "kv_dtype": "fp8e4nv"}, {"out"}),
+    ("gfx942", PREFILL | {"split": False, "kv_dtype": "fp8e4nv"}, {"out"}),
 ]
 
 
@@ -92,6 +101,15 @@ def test_attention(target: str, shape: dict[str, Any], outputs: set[str]) -> Non
     assert kernel.spills == 0, kernel
     assert kernel.shared_bytes <= TARGETS[target][1]
     assert kernel.writes == outputs
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_float32_stays_in_registers(head_dim: int) -> None:
+    """Full precision has no matrix instruction; unrolled, tiles of the usual size spill kilobytes."""
+    kernel = attend("sm_90", **PREFILL, dtype="fp32", group=4, head_dim=head_dim, split=False)
+    assert kernel.spills == 0, kernel
+    assert kernel.shared_bytes <= TARGETS["sm_90"][1]
+    assert kernel.writes == {"out"}
 
 
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=label)
@@ -128,6 +146,16 @@ OTHERS: dict[str, tuple[Any, dict[str, str], dict[str, Any], set[str]]] = {
         | {"slots": "*i64", "rotation": "*fp32", "num_tokens": "i32", "magnitude": "fp32"}
         | dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32"),
         PAIRING | {"k_scale": None, "v_scale": None, "NUM_Q_HEADS": 64, "NUM_KV_HEADS": 8, "BLOCK": pages.BLOCK_LANES},
+        {"q_out", "k_pages", "v_pages"},
+    ),
+    "rope_and_write, one token": (  # a decode step of one sequence: the just-in-time compiler takes a 1 for a constant
+        pages.rope_and_write_kernel,
+        dict.fromkeys(("q", "k", "v", "q_out", "k_pages", "v_pages"), "*bf16")
+        | {"slots": "*i64", "rotation": "*fp32", "magnitude": "fp32"}
+        | dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32"),
+        PAIRING
+        | {"num_tokens": 1, "k_scale": None, "v_scale": None, "NUM_Q_HEADS": 64, "NUM_KV_HEADS": 8}
+        | {"BLOCK": pages.BLOCK_LANES},
         {"q_out", "k_pages", "v_pages"},
     ),
     "rms_norm": (

@@ -307,6 +307,7 @@ def choose_tiling(
     head_dim: int,
     element_size: int,  # bytes of a stored key's element
     shared_limit: int,  # bytes of shared memory a program may have
+    interleaved: bool,
 ) -> Tiling:
     """Decode packs one KV head's query heads into the smallest tensor-core tile; prefill fills as many rows as the
     registers hold (found by compiling: the next larger tile spills). Then the deepest pipeline whose K and V tiles fit
@@ -314,12 +315,18 @@ def choose_tiling(
     """
     width = triton.next_power_of_2(head_dim)
     block_m, num_warps = max(16, triton.next_power_of_2(group)), 4
+    if element_size == 4:  # float32 has no tensor cores: its products are unrolled, and registers hold few of them
+        return Tiling(block_m, 32 if width <= 128 else 16, num_warps, num_stages=2)
+    is_hopper = shared_limit > 200 * 1024
+    wide = True
     if max_rows * group > block_m:
+        converts = element_size == 1 and not is_hopper  # float8, which takes many registers there
         if shared_limit < 128 * 1024:
             block_m = max(64, block_m)
         else:
             block_m, num_warps = (128 if width <= 128 else max(32, block_m)), 8
-    wide = num_warps == 4 or width > 128 or shared_limit > 200 * 1024
+            block_m = min(block_m, max(64, triton.next_power_of_2(group))) if converts else block_m
+        wide = (num_warps == 4 or width > 128 or is_hopper) and not converts and not interleaved
     for block_n, num_stages in (((64, 3), (64, 2)) if wide else ()) + ((32, 2), (16, 2)):
         buffers = max(2, num_stages - 1)  # of K and V each, as Triton allots them
         if 2 * block_n * width * element_size * buffers + 2 * block_m * width <= shared_limit * 0.9:
@@ -367,7 +374,7 @@ def segment_batch_attention(
         return out
 
     num_multiprocessors, shared_limit = _device_limits(q.device)
-    tiling = choose_tiling(plan.max_rows, group, head_dim, k_pages.element_size(), shared_limit)
+    tiling = choose_tiling(plan.max_rows, group, head_dim, k_pages.element_size(), shared_limit, plan.interleaved)
     tile_rows = tiling.block_m // group
     num_tiles = num_seqs if plan.max_rows == 1 else num_rows // tile_rows + num_seqs
     slots = len(plan.page_table) * plan.page_size // num_seqs  # at least what a sequence sees, on average
