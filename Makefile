@@ -17,7 +17,7 @@ test: $(VENV)/.dev  ## set up and run all tests
 
 test-frameworks: $(FRAMEWORKS)/.ready  ## agent frameworks as they are, against a server (their own environment; ~1 GB)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks
-	$(FRAMEWORKS)/bin/mypy --cache-dir $(FRAMEWORKS)/.mypy_cache
+	$(FRAMEWORKS)/bin/mypy --cache-dir $(FRAMEWORKS)/.mypy_cache akv_sdk/integrations examples/integrations
 
 test-openhands: $(OPENHANDS)/.ready  ## the same for OpenHands' SDK, which needs Python 3.12 and goes with none of the others
 	OMP_NUM_THREADS=1 $(OPENHANDS)/bin/python -m pytest tests/frameworks/test_openhands.py
