@@ -316,7 +316,7 @@ def choose_tiling(
     width = triton.next_power_of_2(head_dim)
     block_m, num_warps = max(16, triton.next_power_of_2(group)), 4
     if element_size == 4:  # float32 has no tensor cores: its products are unrolled, and registers hold few of them
-        return Tiling(block_m, 32 if width <= 128 else 16, num_warps, num_stages=2)
+        return Tiling(block_m, 32, 4, 2) if width <= 128 else Tiling(block_m, 16, 8, 2)
     is_hopper = shared_limit > 200 * 1024
     wide = True
     if max_rows * group > block_m:
