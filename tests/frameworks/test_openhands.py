@@ -15,6 +15,7 @@ from tests.frameworks.harness import ANSWERS, read_file, scripted
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it looks for one on the network
 os.environ.setdefault("OPENHANDS_SUPPRESS_BANNER", "1")
+os.environ.setdefault("LOG_AUTO_CONFIG", "false")  # else it writes everything that anybody logs to the console
 pytest.importorskip("openhands.sdk", reason="openhands-sdk is not installed: make test-openhands")
 from openhands.sdk import LLM, Agent, Conversation, Tool
 from openhands.sdk.tool import Action, Observation, ToolDefinition, ToolExecutor, register_tool
