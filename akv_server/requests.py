@@ -244,9 +244,13 @@ def _names_an_index(param: str) -> bool:
 
 
 def _path(loc: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
-    """`("spans", 0, 1)` as `spans[0][1]`, leaving out the names that pydantic puts between for unions."""
+    """`("spans", 0, 1)` as `spans[0][1]`, leaving out the names that pydantic puts between for unions, also where a
+    part has a field of its type's name besides the one at fault."""
     path, here = "", body
     for i, step in enumerate(loc):
+        is_tag = isinstance(here, dict) and here.get("type") == step and i + 1 < len(loc) and loc[i + 1] in here
+        if is_tag:
+            continue
         if isinstance(step, int) and isinstance(here, list | tuple):
             path, here = f"{path}[{step}]", here[step] if step < len(here) else None
         elif isinstance(here, dict) and (step in here or (is_missing and i + 1 == len(loc))):

@@ -192,6 +192,17 @@ def test_an_answer_comes_back_as_it_was_written() -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
         ({"system": [{"type": "image"}]}, "system.0.type"),
         ({"max_tokens": None}, "max_tokens"),
+        *(
+            ({"messages": [USER, {"role": "assistant", "content": [block]}, USER]}, f"messages.1.content.0.{field}")
+            for field, block in [
+                ("signature", {"type": "thinking", "thinking": "hm", "signature": None}),
+                ("thinking", {"type": "thinking", "thinking": 5, "signature": "x"}),
+                ("thinking", {"type": "thinking", "signature": "x"}),
+                ("text", {"type": "text", "text": 5}),
+                ("text", {"type": "text"}),
+            ]
+        ),
+        ({"system": [text("a"), {"type": "text", "text": 5}]}, "system.1.text"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 2}, "top_p"),
