@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from akv_sdk.types import MessageMarking
 from akv_server.errors import AkvError, invalid
@@ -37,6 +38,16 @@ def normalise_for_matching(message: Message, ending: str = "") -> Hashable:
         text = _with_reasoning(text, message.get("reasoning_content"))
     called = tuple((call["name"], _canonical(call["arguments"])) for call in calls)
     return role, text.removesuffix(ending).strip(), called, None if role == "tool" else message.get("name")
+
+
+def without_torn_arguments(identity: Hashable) -> set[Hashable]:
+    """The identities that an answer has when it comes back from a client of objects: arguments that are no JSON, since
+    the answer was cut off there or the model wrote them so, are left out, or read as far as they go."""
+    assert isinstance(identity, tuple)
+    role, text, called, *rest = identity
+    return {
+        (role, text, tuple((name, read(written)) for name, written in called), *rest) for read in (_emptied, _begun)
+    }
 
 
 def without_reasoning(identity: Hashable) -> Hashable:
@@ -81,7 +92,9 @@ def text_of(content: Any, at: str) -> str:
 
 def calls_of(message: Message, at: str) -> list[Message]:
     """The tool calls of a message, copied, with their arguments as values. Raises AkvError naming the field."""
-    calls = message.get("tool_calls") or []
+    calls = message.get("tool_calls")
+    if calls is None:
+        return []
     if not isinstance(calls, list):
         raise invalid(at, "tool_calls is a list")
     return [_call(call, f"{at}[{j}]") for j, call in enumerate(calls)]
@@ -101,6 +114,8 @@ def _call(call: Any, at: str) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise invalid(f"{at}.function", "a tool call has a function")
+    if not isinstance(call.get("id"), str | None):
+        raise invalid(f"{at}.id", "the id of a tool call is a string")
     if not isinstance(function.get("name"), str):
         raise invalid(f"{at}.function.name", "a tool call has the name of a function")
     arguments = _arguments(function.get("arguments"))
@@ -146,6 +161,23 @@ def _with_reasoning(text: str, reasoning: Any) -> str:
         thought, rest = reasoning if isinstance(reasoning, str) else "", text
     thought = thought.removeprefix(THINK_OPENING).replace("\r\n", "\n").strip()
     return f"{THINK_OPENING}{thought}{THINK_CLOSING}{rest.lstrip()}" if thought else rest.lstrip()
+
+
+def _emptied(canonical: str) -> str:
+    """Canonical arguments, none where they are no object."""
+    return canonical if canonical[:1] == "{" else "{}"
+
+
+def _begun(canonical: str) -> str:
+    """Canonical arguments; where they are the beginning of an object, what is complete of it, as SDKs read a stream."""
+    written = json.loads(canonical)
+    if isinstance(written, str):
+        try:
+            value = from_json(written, allow_partial=True)
+        except ValueError:
+            value = {}
+        canonical = _canonical(value if not is_deep(value) else {})
+    return _emptied(canonical)
 
 
 def _canonical(value: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from akv_server.identity import normalise_for_matching, without_reasoning
+from akv_server.identity import normalise_for_matching, without_reasoning, without_torn_arguments
 from tests.chats import CALLING, RESULT
 
 PYTHON = {"name": "python_interpreter", "arguments": "print(1 + 1)"}
@@ -103,6 +103,28 @@ def test_text_that_only_looks_like_calls_is_text(written: str):
     assert normalise_for_matching(message)[1] == message["content"].strip()
     calls = as_smolagents_sends_it(calling_ls({"p": 1}))
     assert normalise_for_matching({**calls, "role": "user"})[2] == ()
+
+
+@pytest.mark.parametrize(
+    ("written", "begun"),
+    [
+        ('{"path": "a", "limit": 1', {"path": "a", "limit": 1}),
+        ('{"path": "a", "lim', {"path": "a"}),
+        ('{"path": "a lo', {}),
+        ('{"a": [{"b": 1}, {"c', {"a": [{"b": 1}, {}]}),
+        ("", {}),
+        ("not json", {}),
+        ("[1, 2", {}),
+        ("[1, 2]", {}),
+    ],
+)
+def test_arguments_that_are_no_json_come_back_as_far_as_they_go_or_not_at_all(written: str, begun: dict[str, Any]):
+    def identity(last: Any) -> Hashable:
+        functions = [{"name": "ls", "arguments": arguments} for arguments in ({"p": 1}, last)]
+        return normalise_for_matching({"role": "assistant", "tool_calls": [{"function": f} for f in functions]})
+
+    assert without_torn_arguments(identity(written)) == {identity({}), identity(begun)}
+    assert without_torn_arguments(identity({"p": "{"})) == {identity({"p": "{"})}
 
 
 def test_an_ending_that_does_not_count():

@@ -122,10 +122,34 @@ def test_five_turns_with_tools_compute_what_is_new_alone(
 def test_a_call_that_was_cut_off_is_no_call_to_run(
     api: Anthropic, server: Server, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
-    says(monkeypatch, server, call("read_file", '{"path": "a long path"}'))
-    message, _ = create(api, streamed, tools=[READ], max_tokens=60)
+    says(monkeypatch, server, call("read_file", '{"path": "a long path"}'), "I see.")
+    talk = Conversation(api, streamed, tools=[READ], max_tokens=60)
+    message, _ = talk.turn()
     assert message.stop_reason == "max_tokens"
     assert content(message) == [{"type": "tool_use", "name": "read_file", "input": {}}]
+    talk.go_on(message)
+    talk.turn()
+
+
+@pytest.mark.parametrize(
+    ("written", "begun"),
+    [('{"city": "Ro', {}), ('{"city": "Rome", "da', {"city": "Rome"}), ('{"city": "Rome", "days": 3', None)],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_held_call_that_was_cut_off_is_known_again(
+    api: Anthropic, server: Server, monkeypatch: pytest.MonkeyPatch, streamed: bool, written: str, begun: JSON | None
+) -> None:
+    """Of what a stream has sent of the arguments, the SDK keeps what is complete; a whole message has none."""
+    inner = '{"city": "Rome", "days": 3}'
+    text = call("get_weather", inner)
+    says(monkeypatch, server, text, "I see.")
+    num_tokens = text.index(inner) + len(written)  # one a character
+    talk = Conversation(api, streamed, tools=[WEATHER], tool_choice={"type": "any"}, max_tokens=num_tokens)
+    message, _ = talk.turn()
+    found = {"city": "Rome", "days": 3} if begun is None else begun
+    assert content(message) == [{"type": "tool_use", "name": "get_weather", "input": found if streamed else {}}]
+    talk.go_on(message)
+    talk.turn()
 
 
 def load(folder: Path, template: str = CHAT_TEMPLATE) -> LoadedModel:
