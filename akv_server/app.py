@@ -400,6 +400,8 @@ def _envelope_at(path: str, error: AkvError) -> dict[str, Any]:
 
 def _error_reply(error: AkvError, path: str) -> Response:
     headers = {} if error.retry_after_s is None else {"Retry-After": str(math.ceil(error.retry_after_s))}
+    if error.code == "out_of_pages":  # the request alone is too large; OpenAI's and Anthropic's SDKs go by this
+        headers["X-Should-Retry"] = "false"
     return JSONResponse(_envelope_at(path, error), status_code=error.status, headers=headers)
 
 

@@ -106,8 +106,8 @@ class Scheduler:
         message = (
             f"the request alone needs more than the {self._pool_tokens} tokens of the pool; drop some, or start the "
         )
-        # Time makes no room. So late that no client's own retries (of up to a minute, as they go) wait for it.
-        return AkvError("out_of_pages", message + "server with a larger pool", param="messages", retry_after_s=3600)
+        # Time alone makes no room: longer than clients wait by themselves, short for one that obeys whatever it hears.
+        return AkvError("out_of_pages", message + "server with a larger pool", param="messages", retry_after_s=90)
 
     def _check_window(self, next_position: int) -> None:
         if next_position > self.max_positions:

@@ -742,6 +742,7 @@ def test_a_request_larger_than_the_pool(tmp_path: Path) -> None:
         reply = client.post("/v1/completions", json={"prompt": [5] * 200, "max_tokens": 1})
         assert error_of(reply)[:2] == (503, "out_of_pages")
         assert int(reply.headers["retry-after"]) > MAX_RETRY_AFTER_S, "the SDK does not wait for what will not come"
+        assert reply.headers["x-should-retry"] == "false"
         assert complete(client, [5] * 50, max_tokens=0, akv={"session": "s"})["choices"]
         before = info_of(client, "s")
         for stream in (False, True):

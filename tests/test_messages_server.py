@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +15,7 @@ from anthropic import Anthropic
 
 from akv_server.loader import LoadedModel
 from tests.messages_client import HELLO, JSON, READ, WEATHER, api_of, content, create, prompt_tokens, says
-from tests.server import Server, serving_model
+from tests.server import Server, load_tiny, serving_model
 
 
 @pytest.fixture
@@ -247,6 +248,16 @@ def test_errors_are_typed_and_name_their_field(api: Anthropic, streamed: bool) -
     assert found["param"] == "tools.0.input_schema" and found["message"].startswith("tools.0.input_schema: ")
     found = error(messages=[{"role": "user", "content": "a tree " * 3000}])
     assert (found["code"], found["param"]) == ("context_length_exceeded", "messages")
+
+
+def test_what_will_never_have_room_is_not_asked_for_again(tmp_path: Path) -> None:
+    replies: list[Any] = []
+    with serving_model(load_tiny(tmp_path), pool_tokens=128) as server, api_of(server, max_retries=2) as api:
+        api._client.event_hooks = {"response": [replies.append]}
+        message: JSON = {"role": "user", "content": "a tree " * 100}
+        error = refused(lambda: create(api, False, messages=[message]), anthropic.APIStatusError)
+        assert error["code"] == "out_of_pages"
+    assert [reply.status_code for reply in replies] == [503]
 
 
 def test_a_count_is_refused_as_a_request_is(api: Anthropic) -> None:
