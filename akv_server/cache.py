@@ -191,7 +191,7 @@ class Cache:
             for page in pages.tolist()
         ]
         chosen = np.flatnonzero(np.array(movable) & (count < self.page_size))
-        chosen = chosen[np.argsort(first[chosen])]  # in the order of the stream
+        chosen = chosen[np.lexsort((first[chosen], count[chosen]))]  # where most is gained for least
         # a lease's own pages cannot be evicted to make room for it; those of a leaf could
         to_evict = self.pool.num_evictable if isinstance(owner, Lease) else len(self.pool.dead)
         room = (self.pool.num_free + to_evict) * self.page_size
@@ -356,6 +356,7 @@ class Cache:
         else:
             with self.tree.refreshing(owner):
                 self.tree.relocate(found.slots, new_slots, found.written)
+            self.tree.sparse[owner] = None  # once begun, it goes on for as long as anything is gained
             self.pool.unlease(fresh)
         self.num_compactions += 1
         self.num_tokens_moved += num_tokens

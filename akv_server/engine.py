@@ -51,7 +51,7 @@ class EngineConfig:
     max_step_tokens: int = 512
     max_running: int = 64
     compact_above: float = 0.4
-    compact_tokens_per_step: int = 256
+    compact_tokens_per_step: int = 64
     disk_path: Path | None = None
     disk_bytes: int = 0
     host_bytes: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 
 import akv_sdk
 from akv_server import loader
+from akv_server.engine import Engine, EngineConfig
 from akv_server.loader import LoadedModel
+from tests.clients import Client, drop, idle, run
 from tests.server import akv_serve, serving_model
 
 
@@ -83,6 +86,29 @@ def test_evicting_everything_between_turns_changes_no_answer(loaded):
 
         assert conversation(server.url, evict) == undisturbed
         assert server.engine.stats()["tokens_replayed"] > 0
+
+
+def test_compaction_off_on_and_forced_write_the_same(loaded):
+    """Every second of 40 blocks goes; keys turned on the way leave log-probabilities where they were, but for the
+    rounding of one rotation."""
+    random_ = random.Random(0)
+    tokens = random_.choices(range(1000, 40_000), k=400)
+    history = tuple(drop(start, start + 10, 400) for start in range(10, 400, 20))
+    written, logprobs = [], []
+    for above, per_step in ((1.0, 0), (0.4, 256), (0.0, 256)):
+        config = EngineConfig(num_pages=80, compact_above=above, compact_tokens_per_step=per_step)
+        engine = Engine(loaded.model, config)
+        run(engine, Client(tokens))
+        run(engine, Client([*tokens, 500, 501], history))
+        idle(engine)
+        assert (engine.stats()["tokens_moved"] > 150) == (per_step > 0)
+        client = run(engine, Client([*tokens, 500, 501, 502], history, max_tokens=8))
+        assert client.outcome.prefilled_tokens == 1
+        written.append(client.ids)
+        logprobs.append([token.logprob for token in client.generated])
+    assert written[0] == written[1] == written[2]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-3)
+    assert logprobs[2] == pytest.approx(logprobs[0], abs=1e-3)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

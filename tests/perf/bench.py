@@ -14,19 +14,24 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from akv_bench.trajectories import read
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from akv_server import files, loader, weights
+from akv_sdk import types
+from akv_server import files, loader, tokenizer_files, weights
 from akv_server.batch import GeneratedToken, Outcome, Request
+from akv_server.chat import Chat
 from akv_server.engine import Engine, EngineConfig
 from akv_server.model import Model, ModelConfig
 from akv_server.ops import History, Op, Timeline
+from akv_server.prompts import render
 from akv_server.sampler import SamplingParams
 
 STREAM, DROP, NEW = 4000, (1000, 3500), 64
@@ -38,7 +43,14 @@ class Run:
     """One request on an engine, with the time of each token since it was submitted."""
 
     def __init__(
-        self, engine: Engine, tokens: list[int], history: History = (), *, max_tokens: int = 1, salt: str = ""
+        self,
+        engine: Engine,
+        tokens: list[int],
+        history: History = (),
+        *,
+        max_tokens: int = 1,
+        salt: str = "",
+        timeline: Timeline | None = None,
     ) -> None:
         self.token_times_s: list[float] = []
         self.outcome: Outcome | None = None
@@ -56,6 +68,7 @@ class Run:
                 salt=salt,
                 tokens=tokens,
                 history=history,
+                timeline=timeline,
                 sampling=SamplingParams(temperature=0),
                 max_tokens=max_tokens,
                 stop_token_ids=frozenset(),
@@ -145,31 +158,95 @@ def every_second_block(engine: Engine) -> int:
     return engine.residency("blocks", tokens, Timeline(history))[1]
 
 
-def rolling_drop(engine: Engine) -> tuple[int, float]:
-    """An agent of 24 turns that keeps its last 3 observations, and of older ones the first and last 8 tokens: the pages
-    that its stream sees at the end, and the longest decode step on the way, in seconds."""
-    tokens: list[int] = []
-    history: tuple[Op, ...] = ()
-    blocks: list[tuple[int, int]] = []
-    longest = 0.0
-    for turn in range(24):
-        tokens = tokens + some_tokens(20, seed=1000 + turn)
-        blocks.append((len(tokens) + 8, len(tokens) + 192))
-        tokens = tokens + some_tokens(200, seed=2000 + turn)
-        run = Run(engine, tokens, history, max_tokens=16, salt="rolling")
-        times = run.token_times_s
-        longest = max(longest, *(b - a for a, b in itertools.pairwise(times)))
+@dataclass(frozen=True)
+class Turn:
+    """What an agent's stream gains before its turn, and for each observation in that the spans which go once it is old
+    (relative to the turn's beginning)."""
+
+    tokens: list[int]
+    drops: list[list[tuple[int, int]]]
+
+
+TRAJECTORY = Path(__file__).resolve().parents[3] / "shared" / "trajectories" / "coding-swesmith-moto7331-xml.json"
+NUM_TURNS, OBSERVATION_TOKENS, KEPT_OBSERVATIONS, LINE_HEAD = 14, 2000, 2, 2
+
+
+def recorded_agent() -> list[Turn]:
+    """A recorded SWE-agent at the shell, its longest outputs cut. Of each line of an old observation the first two
+    tokens stay (the number of a line of code, the beginning of a path): an outline, in many short pieces. Observations
+    that go whole leave no more than 6 % of the slots in the pages of any recorded stream unseen."""
+    loaded = tokenizer_files.load(files.resolve("default"))
+    recorded = read(TRAJECTORY)
+    stream = render(types.RenderRequest(messages=recorded.tagged(), add_generation_prompt=False), Chat(loaded))
+    breaks = {token for token in set(stream.tokens) if b"\n" in loaded.token_bytes(token)}
+    turns, start = [], 0
+    for answer in recorded.turns[:NUM_TURNS]:
+        turn = Turn([], [])
+        for block in (b for m in stream.messages[:answer] for b in m.blocks if b.kind == "observation"):
+            if block.start >= start:
+                turn.tokens.extend(stream.tokens[start : block.start])
+                begin = len(turn.tokens)
+                turn.tokens.extend(stream.tokens[block.start : block.end][:OBSERVATION_TOKENS])
+                turn.drops.append(list(line_tails(turn.tokens, begin, breaks)))
+                start = block.end
+        turn.tokens.extend(stream.tokens[start : stream.messages[answer].start])
+        turns.append(turn)
+        start = stream.messages[answer].start
+    return turns
+
+
+def synthetic_agent() -> list[Turn]:
+    """One of about the same shape: each turn with an observation of 80 lines of 9 tokens, and 50 tokens beside it."""
+    lines = [(25 + 9 * i + LINE_HEAD, 25 + 9 * (i + 1)) for i in range(80)]
+    return [Turn(some_tokens(25 + 80 * 9 + 25, seed=1000 + turn), [lines]) for turn in range(NUM_TURNS)]
+
+
+def line_tails(tokens: list[int], start: int, breaks: set[int]) -> Iterator[tuple[int, int]]:
+    """What of the lines from `start` on lies behind their first tokens."""
+    begin = start
+    for i in range(start, len(tokens)):
+        if tokens[i] in breaks or i == len(tokens) - 1:
+            if begin + LINE_HEAD < i:
+                yield begin + LINE_HEAD, i
+            begin = i + 1
+
+
+@dataclass
+class RollingDrop:
+    """What came of an agent: its stream, the tokens that it wrote, and the longest decode step on the way."""
+
+    timeline: Timeline
+    tokens: list[int]
+    written: list[int]
+    longest_s: float
+
+
+def rolling_drop(engine: Engine, turns: list[Turn]) -> RollingDrop:
+    """An agent that writes 16 tokens in each turn and keeps its last observations whole."""
+    agent = RollingDrop(Timeline(), [], [], 0.0)
+    old: list[list[tuple[int, int]]] = []
+    for turn in turns:
+        start = len(agent.tokens)
+        agent.tokens = agent.tokens + turn.tokens
+        old += [[(start + a, start + b) for a, b in spans] for spans in turn.drops]
+        history = agent.timeline.history
+        run = Run(engine, agent.tokens, history, max_tokens=16, salt="rolling", timeline=agent.timeline)
+        agent.longest_s = max(agent.longest_s, *(b - a for a, b in itertools.pairwise(run.token_times_s)))
         assert run.outcome is not None
-        tokens = tokens + run.outcome.tokens
-        if len(blocks) > 3:
-            history = (*history, Op("drop", len(tokens), *blocks[-4], repos=True))
+        agent.written += run.outcome.tokens
+        agent.tokens = agent.tokens + run.outcome.tokens
+        while len(old) > KEPT_OBSERVATIONS:
+            at = len(agent.tokens)
+            history = (*history, *(Op("drop", at, a, b, repos=True) for a, b in old.pop(0)))
+        agent.timeline = Timeline(history, agent.timeline)
     settle(engine)
-    return engine.residency("rolling", tokens, Timeline(history))[1], longest
+    return agent
 
 
-def compaction(model: Model, rounds: int) -> dict[str, float]:
+def compaction(model: Model, turns: list[Turn], rounds: int) -> dict[str, float]:
     """What compaction saves, and what it costs the step beside it: off and on take turns."""
-    engines = [Engine(model, EngineConfig(num_pages=512, compact_tokens_per_step=tokens)) for tokens in (0, 256)]
+    on_config = EngineConfig(num_pages=768)
+    engines = [Engine(model, config) for config in (replace(on_config, compact_tokens_per_step=0), on_config)]
     figures: dict[str, float] = {}
     for name, engine in zip(("off", "on"), engines, strict=True):
         figures[f"blocks_pages_{name}"] = every_second_block(engine)
@@ -177,14 +254,17 @@ def compaction(model: Model, rounds: int) -> dict[str, float]:
     def longest_step(name: str, engine: Engine) -> Callable[[int], float]:
         def run(_: int) -> float:
             engine.evict_all()
-            pages, longest = rolling_drop(engine)
-            figures[f"rolling_pages_{name}"] = pages
-            return longest
+            moved = engine.stats()["tokens_moved"]
+            agent = rolling_drop(engine, turns)
+            figures[f"rolling_pages_{name}"] = engine.residency("rolling", agent.tokens, agent.timeline)[1]
+            figures[f"rolling_moved_{name}"] = engine.stats()["tokens_moved"] - moved
+            return agent.longest_s
 
         return run
 
     off, on = take_turns(rounds, longest_step("off", engines[0]), longest_step("on", engines[1]))
-    assert engines[1].stats()["compactions"] > 0
+    assert figures["rolling_moved_off"] == 0 < figures["rolling_moved_on"]
+    assert figures["rolling_pages_on"] < figures["rolling_pages_off"]
     return figures | {
         "longest_step_off_ms": off * 1e3,
         "longest_step_on_ms": on * 1e3,
@@ -259,8 +339,6 @@ def against_transformers(engines: dict[str, Engine], rounds: int) -> dict[str, f
 
 def quantisation_cost(engines: dict[str, Engine]) -> dict[str, float]:
     """Mean KL(float32 || int8) per token, in nats, over this repository's own prose and code."""
-    from akv_server import tokenizer_files
-
     encode = tokenizer_files.load(files.resolve("default")).encode
     root = Path(__file__).resolve().parents[2]
     texts = [p.read_text() for p in (root / "README.md", root / "akv_server/ops.py", root / "akv_sdk/types.py")]
@@ -310,8 +388,11 @@ def main() -> None:
     for kind, engine in engines.items():
         console.print(f"[dim]first token after a drop, {kind} weights …")
         figures |= {f"{kind}_{name}": value for name, value in drop_against_none(engine, rounds).items()}
-    console.print("[dim]compaction, int8 weights …")
-    figures |= compaction(engines["int8"].model, rounds)
+    is_recorded = TRAJECTORY.exists()
+    about = "a recorded agent" if is_recorded else f"no {TRAJECTORY.name} beside this clone: a synthetic agent"
+    console.print(f"[dim]compaction, int8 weights, {about} …")
+    turns = recorded_agent() if is_recorded else synthetic_agent()
+    figures |= {"rolling_is_recorded": is_recorded, **compaction(engines["int8"].model, turns, rounds)}
     console.print("[dim]prefill and decode beside transformers …")
     figures |= against_transformers(engines, rounds)
     console.print("[dim]what int8 weights cost in quality …")
@@ -352,14 +433,16 @@ def report(console: Console, figures: dict[str, float]) -> None:
         absolute.add_row(what, *("" if value is None else form.format(value) for value in values))
     console.print(absolute)
     pages = Table(title="Compaction")
+    agent = "recorded" if figures["rolling_is_recorded"] else "synthetic"
     for column in ("", "off", "on", "on / off", "goal"):
         pages.add_column(column, justify="right" if column else "left")
     for what, key, form in (
         ("pages seen, every second of 64 blocks dropped", "blocks_pages", "{:.0f}"),
-        ("pages seen, rolling drop over 24 turns", "rolling_pages", "{:.0f}"),
+        (f"pages seen, rolling drop of a {agent} agent", "rolling_pages", "{:.0f}"),
     ):
         off, on = figures[f"{key}_off"], figures[f"{key}_on"]
         pages.add_row(what, form.format(off), form.format(on), f"{on / off:.2f}", "")
+    pages.add_row("tokens moved by it", "0", f"{figures['rolling_moved_on']:.0f}", "", "")
     off, on = figures["longest_step_off_ms"], figures["longest_step_on_ms"]
     pages.add_row("longest decode step, ms", f"{off:.1f}", f"{on:.1f}", f"{on / off:.2f}", "<= 1.10")
     console.print(pages)
