@@ -85,9 +85,11 @@ def test_the_server_is_a_stack():
         {"sessions"},
         {"engine"},
         {"scheduler"},
+        {"batch"},
         {"cache"},
+        {"planning"},
         {"radix", "kv"},
-        {"pool"},
+        {"pool", "masks"},
         {"ops"},
         {"errors"},
     ]
@@ -129,7 +131,8 @@ def test_each_library_has_its_place():
     own_http = {name for name in users_of("httpx", "akv_sdk") if not name.startswith("akv_sdk.integrations.")}
     assert own_http == {f"akv_sdk.{name}" for name in ("client", "streams", "_transport")}
     assert users_of("jinja2", "akv_server") == {"akv_server.chat", "akv_server.templates"}
-    without_torch = {"ops", "pool", "radix", "cache", "scheduler", "streams", "sessions", "chat", "tokenizer", "app"}
+    without_torch = {"ops", "masks", "pool", "radix", "planning", "cache", "batch", "scheduler"}
+    without_torch |= {"streams", "sessions", "chat", "tokenizer", "app"}
     with_torch = users_of("torch", "akv_server", at_run_time=True)
     assert not with_torch & {f"akv_server.{name}" for name in without_torch}
     assert users_of("akv_kernels", "akv_server", at_run_time=True) <= {

@@ -358,9 +358,9 @@ def check_engine(device: str) -> Iterator[Check]:
     from akv_server.graphs import DecodeGraphs
     from akv_server.model import StepInput
     from akv_server.sampler import SamplingParams
+    from tests.clients import Client, drop, some_tokens
+    from tests.clients import run as run_engine
     from tests.models import tiny_model
-    from tests.test_engine import Client, drop, some_tokens
-    from tests.test_engine import run as run_engine
     from tests.truth import Truth
 
     def tried(path: Path, backend: ModuleType, on: str, dtype: str) -> tuple[list[Client], list[float]]:

@@ -27,12 +27,12 @@ from rich.table import Table
 from torch import Tensor
 
 from akv_server import files, loader
+from akv_server.batch import GeneratedToken, Request
 from akv_server.engine import Engine, EngineConfig
 from akv_server.errors import AkvError
 from akv_server.model import Model, ModelConfig, StepInput
 from akv_server.ops import Op
 from akv_server.sampler import SamplingParams
-from akv_server.scheduler import GeneratedToken, Request
 from akv_server.weights import shapes_of
 from tests.perf import gpu_attention
 from tests.perf.gpu_attention import DEVICE, MAX_ERROR
