@@ -239,13 +239,17 @@ SIZE = 4  # of a page
 class Desk:
     """A cache whose KV is the token ids themselves, and a few lines to run a stream through it."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.cache = Cache(num_pages, SIZE, self._copy)
+    def __init__(self, num_pages: int, **settings: float) -> None:
+        self.cache = Cache(num_pages, SIZE, self._copy, **settings)
         self.kv: dict[int, int] = {}
 
     def _copy(self, source: int, target: int, num_slots: int) -> None:
         for offset in range(num_slots):
             self.kv[target * SIZE + offset] = self.kv[source * SIZE + offset]
+
+    def move(self, sources: np.ndarray, targets: np.ndarray, deltas: np.ndarray) -> None:
+        moved = [self.kv[source] for source in sources.tolist()]
+        self.kv.update(zip(targets.tolist(), moved, strict=True))
 
     def open(self, tokens: list[int], *history: Op, salt: str = "") -> Lease:
         plan = self.cache.plan(salt, np.array(tokens, np.int32), Timeline(history), outputs="none")
@@ -450,6 +454,25 @@ def test_a_leased_page_is_never_evicted():
     desk.compute(other, (0, 8))
     assert desk.there(text) == list(range(4))
     desk.cache.check()
+
+
+def test_compaction_begins_where_most_is_gained_and_goes_on_to_the_end():
+    """Eight pages of which three of four tokens are seen, then eight with one: two pages' worth of work at a time."""
+    desk, text = Desk(64, compact_above=0.4), list(range(64))
+    unseen = [(4 * page + 3, 4 * page + 4) for page in range(8)] + [
+        (4 * page + 1, 4 * page + 4) for page in range(8, 16)
+    ]
+    history = [Op("drop", 64, start, end, repos=True) for start, end in unseen]
+    desk.run([*text, 99], *history)
+    gains = []
+    while (found := desk.cache.plan_compaction(8)) is not None:
+        desk.cache.compact(found, desk.move)
+        desk.cache.check()
+        gains.append((len(found.slots), found.num_pages))
+    assert gains[0] == (8, 8), "eight tokens empty eight pages; of the first pages, six would not empty one"
+    pages = len({int(slot) // SIZE for slot in desk.open([*text, 99], *history).slots if slot >= 0})
+    assert pages == 1 + 2 + 8, "with the last token's own"
+    assert not desk.cache.is_sparse
 
 
 def test_the_pool_counts_its_holders():
