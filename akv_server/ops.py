@@ -389,15 +389,6 @@ class Timeline:
         point = self.points[number - 1] if number else _BEGINNING
         return number, point.at, point.layout
 
-    def phases(self, num_tokens: int) -> Iterator[tuple[int, int, Layout]]:
-        """`(start, end, layout)` of each stretch of `[0, num_tokens)` computed under one layout, ascending; a layout's
-        `num_tokens` is the stretch's start."""
-        cuts = [_BEGINNING, *self.points]
-        for i, point in enumerate(cuts):
-            end = min(cuts[i + 1].at if i + 1 < len(cuts) else INFINITY, num_tokens)
-            if point.at < end:
-                yield point.at, end, point.layout
-
 
 def layout_at(history: History, num_tokens: int) -> Layout:
     """The layout that `history` comes to after `num_tokens` tokens. See `Timeline.layout_at`."""

@@ -459,9 +459,7 @@ def test_a_leased_page_is_never_evicted():
 def test_compaction_begins_where_most_is_gained_and_goes_on_to_the_end():
     """Eight pages of which three of four tokens are seen, then eight with one: two pages' worth of work at a time."""
     desk, text = Desk(64, compact_above=0.4), list(range(64))
-    unseen = [(4 * page + 3, 4 * page + 4) for page in range(8)] + [
-        (4 * page + 1, 4 * page + 4) for page in range(8, 16)
-    ]
+    unseen = [(4 * page + (3 if page < 8 else 1), 4 * page + 4) for page in range(16)]
     history = [Op("drop", 64, start, end, repos=True) for start, end in unseen]
     desk.run([*text, 99], *history)
     gains = []

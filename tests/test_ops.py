@@ -123,14 +123,37 @@ def test_common_prefix_of_histories():
     assert common_prefix(Timeline((*base, drop(4, 6, 30))), Timeline(base), 20) == 20
 
 
-def test_phases_cover_the_stream():
+def test_a_token_is_computed_in_the_phase_of_the_last_point_before_it():
     timeline = Timeline((drop(0, 4, 10), drop(6, 8, 25)))
-    assert [(s, e, layout.num_visible_in(0, s)) for s, e, layout in timeline.phases(30)] == [
-        (0, 10, 0),
-        (10, 25, 6),
-        (25, 30, 19),
+    phases = [timeline.phase_of(i) for i in (0, 9, 10, 24, 25, 99)]
+    assert [(number, start) for number, start, _ in phases] == [(0, 0), (0, 0), (1, 10), (1, 10), (2, 25), (2, 25)]
+    assert [layout.num_visible_in(0, 25) for _, _, layout in phases] == [25, 25, 21, 21, 19, 19]
+
+
+def closed(start, end, at):
+    return Op("drop", at, start, end, repos=True)
+
+
+def test_the_peak_is_the_highest_position_that_any_phase_came_to():
+    timeline = Timeline((closed(0, 90, 100), closed(100, 130, 150), Op("repos", 160, 160, None, 500)))
+    assert [timeline.peak(n) for n in (1, 99, 100, 101, 150, 160, 161)] == [1, 99, 100, 100, 100, 100, 541]
+    assert Timeline(timeline.history[:2]).peak(200) == 100, "30 + 50 is less than at first"
+    assert Timeline().peak(7) == 7
+
+
+def test_a_digest_names_what_a_history_comes_to():
+    halves = Timeline((Op("drop", 20, 0, 5), Op("drop", 20, 5, 10), Op("repos", 20, 10, None, -10), closed(12, 14, 30)))
+    whole = Timeline((closed(0, 10, 20), closed(12, 14, 30)))
+    assert [point.digest for point in halves.points] == [point.digest for point in whole.points]
+    assert whole.digest_at(19) == Timeline().digest_at(50) == b""
+    others = [
+        (closed(0, 10, 21),),
+        (closed(0, 9, 20),),
+        (Op("drop", 20, 0, 10),),
+        (closed(0, 10, 20), closed(12, 14, 30)),
     ]
-    assert [(s, e) for s, e, _ in timeline.phases(10)] == [(0, 10)]
+    assert len({Timeline(history).points[-1].digest for history in others}) == 4
+    assert Timeline((closed(12, 14, 30),)).digest_at(30) != whole.digest_at(30), "all before it counts, too"
 
 
 class Naive:

@@ -38,7 +38,10 @@ class Truth:
         keys = torch.zeros(layers, n, self.kv_heads, self.dim, dtype=self.dtype)
         values = torch.zeros_like(keys)
         out = torch.full((n, self.config["vocab_size"]), float("nan"), dtype=self.dtype)
-        for start, end, layout in Timeline(history).phases(n):
+        timeline, end = Timeline(history), 0
+        while end < n:
+            _, start, layout = timeline.phase_of(end)
+            end = min(timeline.next_point(start), n)
             rows = [i for i in range(start, end) if layout.is_visible(i)]
             if not rows:
                 continue
