@@ -65,6 +65,11 @@ class Forge:
         self._parent.communicate()
 
 
+def hear_interrupts() -> None:
+    """In a child, before it runs: a shell's background jobs, and all that they start, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def main() -> None:
     from akv_server import cli, loader, serving, tokenizer  # noqa: F401 (what every server needs)
 

@@ -30,6 +30,7 @@ from akv_sdk import Client, InvalidRequest
 from akv_sdk.policies.context import dropped_spans, subtract
 from akv_server import streams
 from tests.models import tiny_model
+from tests.processes import hear_interrupts
 from tests.rival import rival_server
 from tests.server import Server, load_tiny, serving_model
 from tests.truth import Truth
@@ -359,7 +360,9 @@ def test_a_stop_keeps_what_was_measured_and_takes_the_server_along(tmp_path):
     path, model = recorded(tmp_path, "uv", 7), tiny_model(tmp_path)
     options = ["--model", str(model), "--sessions", "1,16", "--no-nll", "--out", str(tmp_path), "--limit-steps", "6"]
     command = [sys.executable, "-m", "akv_server.cli", "bench", str(path), *options]
-    bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    bench = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=hear_interrupts
+    )
     written = tmp_path / "bench.json"
     while not (written.exists() and written.stat().st_size):
         assert bench.poll() is None

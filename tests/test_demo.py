@@ -28,6 +28,7 @@ from akv_demo.view import View, sparkline
 from rich.console import Console
 
 from akv_sdk import Client, ContextLengthExceeded
+from tests.processes import hear_interrupts
 
 COST_TESTS = {
     "tests/test_inventory.py::test_part_of_a_lot_costs_its_part",
@@ -249,7 +250,10 @@ def test_a_refused_step_ends_the_run_as_failed(server):
 
 def test_the_server_is_gone_when_its_demo_is_told_to_stop(tmp_path):
     demo = subprocess.Popen(
-        [sys.executable, "-m", "akv_demo", "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", "akv_demo", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=hear_interrupts,
     )
     log = tmp_path / "server.log"
     while not (log.exists() and "loading" in log.read_text()):
