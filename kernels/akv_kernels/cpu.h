@@ -1,6 +1,6 @@
-/* What the C sources of the CPU kernels share: vectors of the machine's width, the matrix unit, elements of pages, the
- * rotation, threads, and memory that a thread keeps. The kernels are compiled for the machine they run on by cpu.py and
- * called through ctypes with plain pointers; shapes are checked there. Knows no kernel. */
+/* What the C sources of the CPU kernels share: vectors of the machine's width, elements of pages, the rotation, threads,
+ * and memory that a thread keeps. The kernels are compiled for the machine they run on by cpu.py and called through
+ * ctypes with plain pointers; shapes are checked there. Knows no kernel. */
 #pragma once
 #include <math.h>
 #include <omp.h>
@@ -97,32 +97,6 @@ INLINE vf exp2_lanes(vf x) {
 }
 
 INLINE float exp2_one(float x) { return exp2_lanes(splat(x))[0]; }
-
-/* -------------------------------------------------------------------------------------------- matrix unit ------ */
-
-#if defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)
-#define HAS_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-
-/* The unit (AMX) multiplies 16 rows of 64 bytes by a tile of as many in one instruction; the operating system must
- * allow it first. */
-__attribute__((unused)) static int has_amx(void) {
-    static int known = 0; /* 1: yes, -1: no; asking twice does no harm */
-    if (!known) known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : -1;
-    return known > 0;
-}
-
-__attribute__((unused)) static void amx_begin(void) {
-    static const struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t row_bytes[16];
-        uint8_t rows[16];
-    } __attribute__((aligned(64))) eight_full_tiles = {
-        1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&eight_full_tiles);
-}
-#endif
 
 /* ------------------------------------------------------------------------------------------ stored elements ---- */
 

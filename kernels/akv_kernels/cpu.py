@@ -74,10 +74,10 @@ def library(march: str = "native") -> ctypes.CDLL:
 
     Raises RuntimeError where there is no C compiler, or it fails.
     """
-    files = ("cpu_attention.c", "cpu_int8.c", "cpu_neighbours.c", "cpu.h")
-    sources = [Path(__file__).with_name(name) for name in files]
+    sources = [Path(__file__).with_name(name) for name in ("cpu_attention.c", "cpu_int8.c", "cpu_neighbours.c")]
     flags = ["-std=gnu11", "-O3", f"-march={march}", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared"]
-    identity = [*(source.read_bytes() for source in sources), " ".join(flags).encode(), _cpu_name().encode()]
+    read = [*sources, Path(__file__).with_name("cpu.h")]
+    identity = [*(source.read_bytes() for source in read), " ".join(flags).encode(), _cpu_name().encode()]
     key = hashlib.sha256(b"\0".join(identity)).hexdigest()[:20]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "akv"
     path = folder / f"kernels-{key}.so"
@@ -88,7 +88,7 @@ def library(march: str = "native") -> ctypes.CDLL:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             built = Path(temporary) / "kernels.so"
-            command = [compiler, *flags, *map(str, sources[:3]), "-o", str(built), "-lm"]
+            command = [compiler, *flags, *map(str, sources), "-o", str(built), "-lm"]
             done = subprocess.run(command, capture_output=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"{compiler} could not compile AKV's CPU kernels:\n{done.stderr.decode()}")

@@ -6,6 +6,10 @@
  * groups in ascending order on every path. Weights are packed for tiles of LANES outputs:
  *   weights [N / LANES][groups][GROUP / 4][LANES][4] int8,  scales [N / LANES][groups][LANES] bfloat16. */
 #include "cpu.h"
+#if defined(__AMX_INT8__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define GROUP 64
 #define LANES 16
@@ -135,9 +139,26 @@ INLINE void int8_tile(int rows, int wide, const Quantised *a, int row, int block
     }
 }
 
-#if defined(HAS_AMX)
+#if defined(__AMX_INT8__) && defined(__linux__)
 #define AMX_ROWS 16
 #define AMX_MIN_ROWS 4 /* as dear as 16 */
+
+/* The matrix unit multiplies 16 rows by one tile of weights in one instruction; the kernel must allow it first. */
+static int has_amx(void) {
+    static int known = 0; /* 1: yes, -1: no; asking twice does no harm */
+    if (!known) known = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : -1;
+    return known > 0;
+}
+
+static void amx_begin(void) {
+    static const struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } __attribute__((aligned(64))) eight_full_tiles = {
+        1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_loadconfig(&eight_full_tiles);
+}
 
 /* int8_tile for 16 rows and one block of outputs: the same integers, then the same operations on floats. Asks for
  * bytes [fetch_begin, fetch_end) of each tile of weights that comes next, for all rows do that together. */
@@ -380,7 +401,7 @@ static void all_rows(void *args, int begin, int end) {
 EXPORT int akv_int8_linear(const float *x, int64_t x_stride, int num_rows, int num_inputs, const int8_t *weights,
                            const uint16_t *scales, int num_outputs, float *out, int threads) {
     int groups = (num_inputs + GROUP - 1) / GROUP, blocks = (num_outputs + LANES - 1) / LANES;
-    size_t padded = (size_t)num_rows + ROW_UNIT; /* the last tile may read past the last row, and its results are dropped */
+    size_t padded = (size_t)num_rows + ROW_UNIT; /* the last tile may read past the last row; what comes of it is dropped */
     char *memory = scratch(SCRATCH_CALL, padded * groups * (GROUP + 8));
     if (!memory) return -1;
     float *x_scale = (float *)(memory + padded * groups * GROUP);
