@@ -18,7 +18,7 @@ from akv_sdk import _wire, types
 from akv_sdk._wire import Call, Message, Turn
 from akv_sdk.errors import SessionBusy, StreamDiverged
 from akv_sdk.policies import Context, Decision, Drop, summarise
-from akv_sdk.policies.context import dropped_spans, note_of
+from akv_sdk.policies.context import dropped_spans, note_of, tags_of
 
 logger = logging.getLogger("akv_sdk.session")
 
@@ -122,7 +122,8 @@ class Conversation:
         output = self._noted(output)
         if ephemeral:
             block_id = self._fresh_block_id()
-            output = f'<ephemeral_observation id="{block_id}">\n{output}\n</ephemeral_observation>'
+            opening, closing = tags_of(block_id)
+            output = f"{opening}\n{output}\n{closing}"
         message = {"role": "tool", "content": output}
         if tool is not None:
             message["name"] = tool

@@ -13,6 +13,7 @@ from typing import Any
 
 from akv_sdk.errors import SessionNotFound
 from akv_sdk.policies import Policy
+from akv_sdk.policies.context import tags_of
 from akv_sdk.session import AsyncSession, Session
 from akv_sdk.types import LayoutReply
 
@@ -25,8 +26,7 @@ logger = logging.getLogger(__name__)
 def marked(content: Any, block_id: str) -> Any:
     """A tool's output, a text or a list of text parts, as one ephemeral block. Mutates nothing; what is empty or
     neither of the two comes back as it is."""
-    block_id = re.sub(r'["\\<>\n]', "_", block_id)[:200]
-    opening, closing = f'<ephemeral_observation id="{block_id}">', "</ephemeral_observation>"
+    opening, closing = tags_of(re.sub(r'["\\<>\n]', "_", block_id)[:200])
     if isinstance(content, str) and content:
         return f"{opening}\n{content}\n{closing}"
     if isinstance(content, list) and content:

@@ -31,6 +31,11 @@ _NOTE_OPENING = "[No longer shown: "
 _TAG = re.compile(r'<ephemeral_observation\s+id="(?P<id>[^"<>\n]*)"\s*>|</ephemeral_observation>')
 
 
+def tags_of(block_id: str) -> tuple[str, str]:
+    """What stands before and behind a text that is the observation of this id. Escapes nothing."""
+    return f'<ephemeral_observation id="{block_id}">', "</ephemeral_observation>"
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A marked part of the stream. `[start, end)` is all of it, `parts` what a drop would take now: empty where nothing

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from akv_sdk.policies.context import tags_of
+
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -55,9 +57,7 @@ class Trajectory:
     def tagged(self) -> list[Message]:
         """The messages, every observation in `<ephemeral_observation>` tags of its own."""
         return [
-            {**m, "content": f'<ephemeral_observation id="obs-{i}">{m["content"]}</ephemeral_observation>'}
-            if i in self.observations
-            else m
+            {**m, "content": m["content"].join(tags_of(f"obs-{i}"))} if i in self.observations else m
             for i, m in enumerate(self.messages)
         ]
 
