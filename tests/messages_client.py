@@ -1,20 +1,13 @@
-"""Asking for messages with the real anthropic package, of a model that may be told what to answer.
-
-It is told byte by byte: no tokenizer would cut a text up so, and an answer that the server does not know again when it
-comes back is rendered anew, which shows in the tokens prefilled.
-"""
+"""Asking for messages with the real anthropic package, of a model that may be told what to answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from anthropic import Anthropic
 
-from akv_server.completions import Completions
-from akv_server.grammar import Constraint, Shape
+from tests.scripted import Script
 from tests.server import Server
 
 JSON = dict[str, Any]
@@ -70,34 +63,5 @@ def prompt_tokens(message: Any) -> int:
 
 def says(monkeypatch: pytest.MonkeyPatch, server: Server, *answers: str) -> None:
     """What the server's model answers from now on."""
-    monkeypatch.setattr(server.service, "_grammars", Script(server.service, answers))
-
-
-class Script:
-    """Stands where a server's grammars do: holds each answer to the next of the texts."""
-
-    def __init__(self, service: Completions, answers: Sequence[str]) -> None:
-        self._num_vocab = service._num_vocab
-        self._end_id = min(service.chat.end_ids)
-        names = ((service.tokenizer.token_bytes(token_id), token_id) for token_id in range(self._num_vocab))
-        self._bytes = {name: token_id for name, token_id in names if len(name) == 1}
-        self.answers = list(answers)
-
-    def constraint(self, shape: Shape) -> Callable[[], Constraint]:
-        ids = [self._bytes[bytes([byte])] for byte in self.answers.pop(0).encode()]
-        return lambda: Said([*ids, self._end_id], self._num_vocab)
-
-
-class Said(Constraint):
-    def __init__(self, ids: list[int], num_vocab: int) -> None:
-        self._left = ids[::-1]
-        self._num_vocab = num_vocab
-
-    def mask(self) -> Any:
-        mask = np.zeros(self._num_vocab, np.bool_)
-        mask[self._left[-1]] = True
-        return mask
-
-    def take(self, token_id: int) -> bool:
-        assert token_id == self._left.pop()
-        return not self._left
+    left = list(answers)
+    monkeypatch.setattr(server.service, "_grammars", Script(server.service, lambda: (left.pop(0), lambda: None)))

@@ -1,9 +1,7 @@
 """A real server whose model says what a test wants it to, and the record of all that a framework sent it.
 
 The framework is the real package and resends its own version of the conversation; the server renders, matches, computes
-and parses as ever. Only the choice of each next token is the script's. It writes an answer in tokens of one byte, as no
-tokenizer cuts a text: an answer that the server does not know again when it comes back is rendered anew, and shows in
-the tokens prefilled.
+and parses as ever. Only the choice of each next token is the script's (`tests/scripted.py`).
 """
 
 from __future__ import annotations
@@ -14,14 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from akv_sdk.types import AkvReply, DropRequest
-from akv_server.completions import Completions
 from akv_server.errors import AkvError
-from akv_server.grammar import Constraint, Shape
 from akv_server.loader import LoadedModel
+from tests.scripted import Script
 from tests.server import Server, serving_model
 
 JSON = dict[str, Any]
@@ -65,6 +61,9 @@ class Exchange:
     reply: JSON = field(default_factory=dict)
     num_generated: int = 0
 
+    def count_token(self) -> None:
+        self.num_generated += 1
+
     @property
     def akv(self) -> AkvReply:
         return AkvReply.model_validate(self.reply["akv"])
@@ -94,6 +93,13 @@ class ScriptedServer:
     def root(self) -> str:
         """What an AKV client calls its base URL."""
         return self.server.url
+
+    def next_answer(self) -> tuple[str, Callable[[], object]]:
+        """What the model says to the request that came last, and what counts the tokens of that."""
+        at = len(self.exchanges) - 1
+        if at >= len(self.answers):
+            raise AkvError("invalid_request", "the script is over", param="messages")
+        return self.answers[at], self.exchanges[at].count_token
 
     def check_each_turn_prefills_only_what_is_new(self) -> None:
         """One conversation, on one session, that was asked for every answer of the script; each turn computed what was
@@ -139,45 +145,8 @@ def scripted(
     with serving_model(loaded, pool_tokens=POOL_TOKENS, around=around) as server:
         state = ScriptedServer(server, answers, drop_before)
         door[0].state = state
-        server.service._grammars = _Script(server.service, state)  # type: ignore[assignment]
+        server.service._grammars = Script(server.service, state.next_answer)  # type: ignore[assignment]
         yield state
-
-
-class _Script:
-    """Stands where grammars do: holds each answer to the one text that is in its place in the script."""
-
-    def __init__(self, service: Completions, state: ScriptedServer) -> None:
-        self._state = state
-        self._end_id = min(service.chat.end_ids)
-        num_vocab = service._num_vocab
-        names = ((service.tokenizer.token_bytes(token_id), token_id) for token_id in range(num_vocab))
-        self._bytes = {name: token_id for name, token_id in names if len(name) == 1}
-        self._num_vocab = num_vocab
-
-    def constraint(self, shape: Shape) -> Callable[[], Constraint]:
-        at = len(self._state.exchanges) - 1
-        if at >= len(self._state.answers):
-            raise AkvError("invalid_request", "the script is over", param="messages")
-        ids = [self._bytes[bytes([byte])] for byte in self._state.answers[at].encode()]
-        answer = _Said([*ids, self._end_id], self._num_vocab, self._state.exchanges[at])
-        return lambda: answer
-
-
-class _Said(Constraint):
-    def __init__(self, ids: list[int], num_vocab: int, exchange: Exchange) -> None:
-        self._left = ids[::-1]
-        self._num_vocab = num_vocab
-        self._exchange = exchange
-
-    def mask(self) -> Any:
-        mask = np.zeros(self._num_vocab, np.bool_)
-        mask[self._left[-1]] = True
-        return mask
-
-    def take(self, token_id: int) -> bool:
-        assert token_id == self._left.pop()
-        self._exchange.num_generated += 1
-        return not self._left
 
 
 class _Door:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from akv_server import files, loader
 from akv_server.batch import GeneratedToken, Request
 from akv_server.engine import Engine, EngineConfig
 from akv_server.errors import AkvError
+from akv_server.estimate import SHAPES
 from akv_server.model import Model, ModelConfig, StepInput
 from akv_server.ops import Op
 from akv_server.sampler import SamplingParams
@@ -43,19 +45,11 @@ LAUNCH_GOAL, REPOS_GOAL = 1.03, 0.85
 GROUPS_AT_ONCE = 6  # of checks: nearly all of their time goes into compiling kernels, on one core each
 GROUP_TIMEOUT_S = 400
 LARGE = ModelConfig(
-    name="random weights in the shape of Llama 3.1 8B",
+    **{**asdict(SHAPES["llama-3.1-8b"]), "name": "random weights in the shape of Llama 3.1 8B"},
     architecture="llama",
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rotary_dim=128,
-    vocab_size=128_256,
+    rotary_dim=SHAPES["llama-3.1-8b"].head_dim,
     max_positions=131_072,
     rms_norm_eps=1e-5,
-    tie_embeddings=False,
     qkv_bias=False,
     qk_norm=False,
     rope_theta=500_000.0,
