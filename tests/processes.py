@@ -24,6 +24,7 @@ class Forge:
         self._options = ["serve", *options]
         self._port = "0"
         self._pid = 0
+        self.url = ""
         self._parent = subprocess.Popen(
             [sys.executable, "-m", "tests.processes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -40,8 +41,8 @@ class Forge:
             if found := re.match(r"pid +(\d+)", line):
                 self._pid = int(found[1])
             if found := re.match(r"serving +(http://\S+:(\d+))/v1", line):
-                self._port = found[2]
-                return found[1]
+                self.url, self._port = found[1], found[2]
+                return self.url
             assert not line.startswith("ended"), f"the server did not start:\n{printed}"
         raise AssertionError(f"the server did not start:\n{printed}")
 

@@ -18,6 +18,7 @@ from akv_server import loader
 from akv_server.engine import Engine, EngineConfig
 from akv_server.loader import LoadedModel
 from tests.clients import Client, drop, idle, run
+from tests.processes import Forge
 from tests.server import akv_serve, serving_model
 
 
@@ -60,17 +61,18 @@ def conversation(url: str, restart) -> list[list[int]]:
 
 
 def test_a_restarted_server_replays_and_answers_the_same(loaded):
+    """A process without `--state` that is killed after each turn, and started again at its address."""
     with serving_model(loaded, pool_tokens=4096) as server:
         undisturbed = conversation(server.url, None)
-    with serving_model(loaded, pool_tokens=4096) as server:
+    with Forge("--weights", "float32", "--pool-tokens", "4096") as forge:
 
         def restart() -> None:
-            """All that a restart loses: sessions, history and KV."""
-            server.service.sessions._sessions.clear()
-            server.engine.evict_all()
+            with akv_sdk.Client(forge.url) as client:  # a server that knows nothing sees the stream as new
+                assert client.stats().tokens_replayed == 0
+            forge.kill()
+            forge.start()
 
-        assert conversation(server.url, restart) == undisturbed
-        assert server.engine.stats()["tokens_replayed"] == 0  # a server that knows nothing sees the stream as new
+        assert conversation(forge.start(), restart) == undisturbed
 
 
 def test_evicting_everything_between_turns_changes_no_answer(loaded):
