@@ -62,18 +62,25 @@ def judge(
     messages: Sequence[Message],
     marks: Sequence[types.Mark],
 ) -> Judged:
-    """What becomes of an answered stream. A turn in which nothing was sampled counts for nobody."""
+    """What becomes of an answered stream. A turn in which nothing was sampled counts for nobody, and one whose answer
+    is asked for again counts once, as it went last."""
     if not attention.num_steps:
         return Judged(stream, [], [])
     ops = [streams.wire_of(op) for op in stream.timeline.history]
     context = Context(messages, stream.spans(), ops, marks)
-    before = {(start, end): turns for start, end, turns in stream.quiet}
-    quiet: dict[types.Span, int] = {}
-    for target, share in shares(context, attention):
-        if share < settings.epsilon:
-            quiet[target.start, target.end] = before.get((target.start, target.end), 0) + 1
-    stream = replace(stream, quiet=tuple((*span, turns) for span, turns in quiet.items()))
-    drops = decide(_Quiet(quiet, settings.turns, len(stream.tokens) - NUM_RECENT_TOKENS), context)
+    num_prompt = len(attention.density)
+    answer = (message.content_start for message in stream.messages if message.end > num_prompt)
+    turn = next(answer, num_prompt)  # the same where an answer is asked for again, or goes on
+    counted = (*(before for before in stream.counted if before < turn), turn)
+    quiet_since = {(start, end): since for start, end, since in stream.quiet}
+    quiet = tuple(
+        (target.start, target.end, quiet_since.get((target.start, target.end), turn))
+        for target, share in shares(context, attention)
+        if share < settings.epsilon
+    )
+    stream = replace(stream, counted=counted, quiet=quiet)
+    num_turns = {(start, end): sum(turn >= since for turn in counted) for start, end, since in quiet}
+    drops = decide(_Quiet(num_turns, settings.turns, len(stream.tokens) - NUM_RECENT_TOKENS), context)
     if not drops:
         return Judged(stream, [], [])
     if settings.dry_run:

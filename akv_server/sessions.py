@@ -279,7 +279,7 @@ class Sessions:
     async def restore(self, tenant: str, body: types.RestoreRequest, *, key: str | None = None) -> types.LayoutReply:
         def edit(stream: Stream) -> Edited:
             spans = _spans(stream, body.spans, body.blocks)
-            return streams.restore(stream, spans, repos=self._opens(stream, body.repos, spans))
+            return streams.restore(stream, spans, repos=bool(body.repos))  # which opens no more than was closed
 
         return await self._edit(tenant, body, edit, key)
 
@@ -325,16 +325,6 @@ class Sessions:
         closed, too."""
         most = min(AUTO_CLOSES_ABOVE * self._window, self._window - num_asked)
         return stream.layout.next_position > most if repos == "auto" else repos
-
-    def _opens(self, stream: Stream, repos: types.Repos, spans: list[NamedSpan]) -> bool:
-        """ "auto": open the gap again only if the tokens do not fit where they are."""
-        if repos != "auto":
-            return repos
-        try:
-            streams.restore(stream, spans, repos=False)
-        except AkvError:
-            return True
-        return False
 
     # Looking, forking, deleting.
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from akv_sdk import types
 from akv_server.blocks import Block
 from akv_server.errors import AkvError
-from akv_server.ops import VISIBLE, History, Layout, Op, Timeline, common_prefix
+from akv_server.ops import DROPPED, VISIBLE, History, Layout, Op, Timeline, common_prefix
 
 LOGICAL_PAGE = 16  # tokens; what `pages` counts in a drop, whatever the pool's page size
 
@@ -43,8 +43,9 @@ class Stream:
 
     `num_known` counts the first tokens whose KV was computed under this history before: computing one of them again is
     a replay. `head` identifies what the template makes of a request besides its messages (its tools). `closes_gaps`: a
-    drop with repos "auto" left its gap open, to be closed once positions run out. `quiet` has `(start, end, turns)` of
-    blocks that got little attention in each of their last so many turns.
+    drop with repos "auto" left its gap open, to be closed once positions run out, as all were last at `closed_at`.
+    `counted` are the turns whose attention was judged, each by where its answer begins, ascending; `quiet` has
+    `(start, end, since)` of blocks that got little attention in all of them from the turn `since` on.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -53,6 +54,8 @@ class Stream:
     num_known: int = 0
     head: Hashable = None
     closes_gaps: bool = False
+    closed_at: int = 0
+    counted: tuple[int, ...] = ()
     quiet: tuple[tuple[int, int, int], ...] = ()
 
     @property
@@ -121,7 +124,9 @@ class Stream:
             messages=tuple(m for m in self.messages if m.end <= num_tokens),
             timeline=timeline,
             num_known=min(num_tokens, common_prefix(self.timeline, timeline, self.num_known)),
-            quiet=tuple(block for block in self.quiet if block[1] <= num_tokens),
+            closes_gaps=self.closes_gaps or num_tokens < self.closed_at,
+            counted=tuple(turn for turn in self.counted if turn <= num_tokens),
+            quiet=tuple(block for block in self.quiet if max(block[1:]) <= num_tokens),
         )
         return stream, len(self.timeline.history) - len(kept)
 
@@ -218,38 +223,74 @@ def drop_ahead(stream: Stream, spans: Sequence[types.Span], *, known: int, until
 
 
 def close_gaps(stream: Stream, at: int) -> Edited:
-    """Closes, from stream length `at` or the last op on, the gaps that drops left open: what follows each part that was
-    dropped as one moves up, as if the drop had done it. Gaps that a repos made stay."""
+    """Closes, from stream length `at` or the last op on, the gaps that drops left open: what follows invisible tokens
+    moves up to the visible ones before them. A gap wider than those tokens is a repos's, and what it is wider by stays.
+    """
     history = stream.timeline.history
     at = max(at, history[-1].at if history else 0)
-    layout = stream.timeline.layout_at(at)
-    ends = sorted({op.end for op in history if op.kind == "drop" and op.end is not None})
-    parts = [
-        part
-        for run in layout.runs
-        if run.state != VISIBLE and run.end <= at
-        for part in pairwise([run.start, *(end for end in ends if run.start < end < run.end), run.end])
-    ]
     ops: list[Op] = []
-    for start, end in parts:
-        gap = min(layout.position(end) - layout.position(start), end - start)
-        if gap > 0:
-            op = Op("repos", at, end, None, delta=-gap)
-            with suppress(AkvError):  # a repos put something there
-                layout, _ = layout.apply(op)
-                ops.append(op)
-    return Edited(replace(stream.with_history((*history, *ops)), closes_gaps=False), 0, ops)
+    end = position = 0  # behind the last visible token
+    for run in stream.timeline.layout_at(at).runs:
+        if run.state == VISIBLE:
+            gap = min(run.start + run.shift - position, run.start - end)
+            if gap > 0 and end < at:
+                ops.append(Op("repos", at, min(run.start, at), None, delta=-gap))
+            end, position = run.end, run.end + run.shift
+    return Edited(replace(stream.with_history((*history, *ops)), closes_gaps=False, closed_at=at), 0, ops)
 
 
 def restore(stream: Stream, spans: Sequence[NamedSpan], *, repos: bool) -> Edited:
-    """Makes each span visible again, all or nothing."""
+    """Makes each span visible again, all or nothing. With `repos` what follows moves away by what is missing for that:
+    by all of it where the gap was closed, not at all where it was left. Without, a closed gap is `position_conflict`.
+    """
     n = len(stream.tokens)
-    try:
-        return _appended(stream, [(s.param, Op("restore", n, s.start, s.end, repos=repos)) for s in spans])
-    except AkvError as error:
-        if error.code == "position_conflict":
-            error.message += "; where a span reaches over several gaps, restore each by a span of its own"
-        raise
+    if not repos:
+        try:
+            return _appended(stream, [(s.param, Op("restore", n, s.start, s.end)) for s in spans])
+        except AkvError as error:
+            if error.code == "position_conflict":
+                error.message += "; with repos, what follows makes room"
+            raise
+    layout, ops = stream.layout, list[tuple[str, Op]]()
+    for span in spans:
+        for start, end in _dropped_in(layout, span.start, span.end):
+            for op in _bring_back(layout, start, end):
+                layout, _ = layout.apply(op)
+                ops.append((span.param, op))
+    return _appended(stream, ops)
+
+
+def _dropped_in(layout: Layout, start: int, end: int) -> list[tuple[int, int]]:
+    """The dropped tokens of a span, in parts that moved together."""
+    parts: list[tuple[int, int]] = []
+    shift = 0
+    for run in layout.runs_in(start, end):
+        if run.state == DROPPED:
+            part = max(run.start, start), min(run.end, end)
+            if parts and parts[-1][1] == part[0] and shift == run.shift:
+                part = parts.pop()[0], part[1]
+            parts.append(part)
+            shift = run.shift
+    return parts
+
+
+def _bring_back(layout: Layout, start: int, end: int) -> list[Op]:
+    """The ops that make dropped tokens of one shift visible: as near to where they sat as fits behind the visible token
+    before them. The gap that follows goes as far as the next visible token, or to dropped ones that moved up: theirs
+    was closed, and what is open lies behind them."""
+    n, num_tokens = layout.num_tokens, end - start
+    before = next((run for run in reversed(layout.runs) if run.state == VISIBLE and run.start < start), None)
+    after = next(run for run in layout.runs if run.state == VISIBLE and run.end > end)
+    floor = min(before.end, start) + before.shift if before else 0
+    ceiling = min(max(layout.position(end), floor), max(after.start, end) + after.shift)
+    place = max(floor, min(layout.position(start), ceiling))
+    missing = max(0, place + num_tokens - ceiling)
+    ops = [
+        Op("repos", n, start, end, delta=place - layout.position(start)),
+        Op("repos", n, end, None, delta=missing if missing < num_tokens else 0),
+        Op("restore", n, start, end, repos=missing == num_tokens),
+    ]
+    return [op for op in ops if op.kind == "restore" or op.delta]
 
 
 def reposition(stream: Stream, start: int, end: int | None, delta: int) -> Edited:

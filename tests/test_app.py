@@ -599,10 +599,11 @@ def test_errors_say_what_to_do_instead(client: httpx.Client, name: str) -> None:
         assert error_of(reply) == (400, "invalid_request", "blocks[0]")
         assert f"spans: {first}, {second}" in reply.json()["error"]["message"]
     post(client, "/v1/cache/drop", session=name, spans=[first, second])
-    reply = client.post("/v1/cache/restore", json={"session": name, "spans": [[first[0], second[1]]]})
+    both = {"session": name, "spans": [[first[0], second[1]]]}
+    reply = client.post("/v1/cache/restore", json=both | {"repos": False})
     assert error_of(reply) == (409, "position_conflict", "spans[0]")
-    assert "span of its own" in reply.json()["error"]["message"]
-    assert post(client, "/v1/cache/restore", session=name, spans=[first, second])["dropped_tokens"] == 0
+    assert "with repos" in reply.json()["error"]["message"]
+    assert post(client, "/v1/cache/restore", **both)["dropped_tokens"] == 0
     reply = client.post("/v1/completions", json={**ABC, "stop": ["x"] * 100})
     assert error_of(reply) == (400, "invalid_request", "stop")
     assert "at most 64" in reply.json()["error"]["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -130,8 +131,10 @@ def attention_of(stream: Stream, **density: float) -> Attention:
 
 
 def judged(stream: Stream, *turns: dict[str, float], settings: types.AutoDrop = SETTINGS, **said: Any) -> Any:
+    """What the last of these turns comes to; each begins a token behind where the one before did."""
     found = None
     for density in turns:
+        stream = replace(stream, tokens=[*stream.tokens, 0])
         found = auto_drop.judge(
             stream, attention_of(stream, **density), settings, said.get("messages", ()), said.get("marks", ())
         )
@@ -156,7 +159,7 @@ def test_a_block_goes_after_three_quiet_turns_in_a_row_and_once() -> None:
         ("auto_drop", 1, 100)
     ]
     assert third.warnings == ["auto_drop: dropped b0 (100 tokens, quiet for 3 turns)"]
-    assert third.stream.layout.next_position == len(stream.tokens) - 100
+    assert third.stream.layout.next_position == len(third.stream.tokens) - 100
     fourth = judged(third.stream, quiet)
     assert (fourth.applied_edits, fourth.warnings) == ([], [])
     assert (
@@ -174,7 +177,7 @@ def test_what_is_protected_stays_however_quiet() -> None:
     pin, kept = types.Mark(message=1, block="b0", pinned=True), types.Mark(message=2, ephemeral=False)
     assert gone(judged(stream, *quiet, marks=[pin, kept]).stream) == set()
     head = judged(stream, *quiet, marks=[types.Mark(message=1, keep_head=30), kept]).stream
-    assert head.layout.num_visible == len(stream.tokens) - 70
+    assert head.layout.num_visible == len(head.tokens) - 70
     assert gone(judged(stream, *quiet, marks=[types.Mark(message=1, keep_head=37), kept]).stream) == set()  # 63 tokens
     assert gone(judged(stream_of(63, 64), *quiet).stream) == {"b1"}
 
@@ -188,7 +191,9 @@ def test_one_page_that_is_looked_at_keeps_a_whole_observation() -> None:
     assert loud.density[block.start : block.end].mean() < 0.03
     for noted, left in ((loud, {"b1"}), (quiet, {"b0", "b1"})):
         judged_stream = stream
-        for _ in range(3):
+        for turn in range(3):
+            judged_stream = replace(judged_stream, tokens=[*stream.tokens, *range(turn)])
+            noted.density = np.append(noted.density, 1.0)
             judged_stream = auto_drop.judge(judged_stream, noted, SETTINGS, (), ()).stream
         assert gone(judged_stream) == left
 
@@ -223,11 +228,42 @@ def test_a_dry_run_only_says_so() -> None:
     assert found.warnings == ["auto_drop: dry run, would drop b0 (100 tokens, quiet for 3 turns)"]
 
 
+def test_an_answer_that_is_asked_for_again_or_goes_on_is_one_turn() -> None:
+    """It counts as it went last."""
+    stream = stream_of(100, 100)
+    answer = stream.messages[-1]
+
+    def again(stream: Stream, num_prompt: int = answer.content_start, **density: float) -> Stream:
+        noted = attention_of(stream, **density)
+        noted.density = noted.density[:num_prompt]
+        return auto_drop.judge(stream, noted, SETTINGS, (), ()).stream
+
+    for _ in range(4):
+        stream, _ = again(stream, b0=0.0, b1=0.0).truncated(answer.content_start)
+        stream = replace(stream, tokens=list(range(answer.end)), messages=(*stream.messages, answer))
+    stream = again(stream, answer.content_start + 300, b0=0.0)  # b1 is looked at now
+    assert stream.counted == (answer.content_start,)
+    assert [block[:2] for block in stream.quiet] == [(44, 144)]
+    second = judged(stream, {"b0": 0.0, "b1": 0.0}).stream
+    assert gone(second) == set()
+    third = judged(second, {"b0": 0.0, "b1": 0.0}).stream
+    assert gone(third) == {"b0"}
+    assert gone(judged(third, {"b1": 0.0}).stream) == {"b0", "b1"}
+
+
 def test_counts_are_cut_with_the_stream() -> None:
-    stream = judged(stream_of(100, 100), {"b0": 0.0, "b1": 0.0}).stream
-    assert [turns for _, _, turns in stream.quiet] == [1, 1]
+    quiet = {"b0": 0.0, "b1": 0.0}
+    stream = judged(stream_of(100, 100), quiet, {"b0": 0.0}, quiet).stream
+    n = len(stream.tokens)
+    assert stream.counted == (n - 2, n - 1, n)
+    assert stream.quiet == ((44, 144, n - 2), (152, 252, n))
+    shorter, _ = stream.truncated(n - 1)  # without the third turn
+    assert (shorter.counted, shorter.quiet) == ((n - 2, n - 1), ((44, 144, n - 2),))
+    shorter, _ = stream.truncated(n - 2)  # nor the second
+    assert gone(judged(shorter, quiet).stream) == set()
+    assert gone(judged(shorter, quiet, quiet).stream) == {"b0"}
     shorter, _ = stream.truncated(stream.messages[1].end)
-    assert shorter.quiet == stream.quiet[:1]
+    assert (shorter.counted, shorter.quiet) == ((), ())
 
 
 def test_counts_outlive_the_server(tmp_path: Path) -> None:
@@ -236,7 +272,9 @@ def test_counts_outlive_the_server(tmp_path: Path) -> None:
         with closing(Journal(tmp_path / "state")) as journal:
             journal.save("", "s", Saved("salt", stream), 0.0).result()
     with closing(Journal(tmp_path / "state")) as journal:
-        assert journal.load("", "s").result().stream.quiet == stream.quiet != ()
+        found = journal.load("", "s").result().stream
+    assert (found.quiet, found.counted) == (stream.quiet, stream.counted)
+    assert found.quiet and found.counted
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 9), st.floats(0.01, 3), st.integers(600, 4000))
@@ -286,6 +324,10 @@ class Agent:
         self._messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
         return found
 
+    def take_back(self) -> None:
+        """The last turn is to be asked for again."""
+        del self._messages[-2:]
+
 
 ALL = {"epsilon": 10}  # whatever a random model looks at, no share reaches ten
 
@@ -326,6 +368,18 @@ def test_a_dry_run_over_http_leaves_the_stream_alone(client: httpx.Client) -> No
     assert second["ops"] == [] and second["dropped_tokens"] == 0
     agent.auto = ALL | {"turns": 2}
     assert agent.turn()["applied_edits"][0]["type"] == "auto_drop"
+
+
+def test_an_answer_that_is_asked_for_three_times_is_one_quiet_turn(client: httpx.Client) -> None:
+    agent = Agent(client, ALL)
+    for again in range(3):
+        if again:
+            agent.take_back()
+        assert agent.turn()["applied_edits"] == []
+    assert agent.turn()["applied_edits"] == []
+    agent.take_back()
+    assert agent.turn()["applied_edits"] == []
+    assert [edit["type"] for edit in agent.turn()["applied_edits"]] == ["auto_drop"]
 
 
 def test_a_session_of_the_sdk_asks_for_them_by_request_and_sees_what_went(server: Server) -> None:
