@@ -300,8 +300,8 @@ class DropRequest(Wire):
 class RestoreRequest(Wire):
     """Body of `POST /v1/cache/restore`. Exactly one of `spans` and `blocks`.
 
-    `repos` (true and "auto" alike): what follows moves away by as much as the drop's gap was closed, by nothing where it
-    was left open. False moves nothing, and is refused (`position_conflict`) where the gap was closed.
+    `repos` (true and "auto" alike): what follows moves away by as much as the drop's gap was closed, by nothing where
+    it was left open. False moves nothing, and is refused (`position_conflict`) where the gap was closed.
     """
 
     session: str = Field(min_length=1, max_length=200)

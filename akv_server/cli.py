@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         "--auto-drop",
         action="append",
         nargs="?",
-        const=None,
+        default=[],
         metavar="TENANT",
         help="drop marked observations that get no attention, for this tenant (repeatable) or, without a name, for all",
     )
@@ -107,6 +107,12 @@ def _serve(options: argparse.Namespace) -> int:
     if not options.api_key and not _is_loopback(options.host):
         print(f"akv: {options.host} is not loopback; listening there needs --api-key NAME:KEY", file=sys.stderr)
         return 2
+    tenants = sorted({tenant for tenant, _ in options.api_key})
+    for name in options.auto_drop:
+        if name not in (None, *tenants):
+            known = ", ".join(tenants) or "none"
+            print(f"akv: --auto-drop {name}: no tenant of --api-key has this name ({known})", file=sys.stderr)
+            return 2
     from akv_server import serving
 
     try:  # before anything is loaded: a taken port should not cost a minute
@@ -135,10 +141,9 @@ def _serve(options: argparse.Namespace) -> int:
             journal=journal,
             session_ttl_s=options.session_ttl,
             max_sessions=options.max_sessions,
-            auto_drop=lambda tenant: not {None, tenant}.isdisjoint(options.auto_drop or ()),
+            auto_drop=lambda tenant: not {None, tenant}.isdisjoint(options.auto_drop),
         ) as service:
             where = f"{torch.get_num_threads()} CPU threads" if device == "cpu" else torch.cuda.get_device_name()
-            tenants = sorted({tenant for tenant, _ in options.api_key})
             print(f"model    {service.model}, weights {weights}, {where}")
             print(f"window   {service.window} positions")
             print(

@@ -17,10 +17,12 @@ from akv_bench.trajectories import read
 from akv_kernels import select
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import akv_sdk
 from akv_sdk import types
-from akv_server import auto_drop, files, loader
+from akv_server import auto_drop, cli, files, loader
 from akv_server.attention import SAMPLED_EVERY, Attention
 from akv_server.batch import Request
 from akv_server.blocks import Block
@@ -32,7 +34,7 @@ from tests.clients import GREEDY, some_tokens
 from tests.conversations import tagged
 from tests.models import tiny_model
 from tests.perf.auto_drop import Replay, planted
-from tests.server import Server
+from tests.server import Server, akv_serve
 from tests.truth import Truth
 
 JSON = dict[str, Any]
@@ -304,11 +306,16 @@ def client(server: Server) -> Iterator[httpx.Client]:
 class Agent:
     """Turns of one session. The first message holds a block, the second fills the recent window behind it."""
 
-    def __init__(self, client: httpx.Client, auto: Any, session: str | None = None, first: str | None = None) -> None:
+    def __init__(
+        self, client: httpx.Client, auto: Any, session: str | None = None, first: str | None = None, **akv: Any
+    ):
         self._client, self._session = client, session or uuid4().hex
         self.auto = auto
         text = tagged("log", "1 failed, 2 passed. " * 8) if first is None else first
-        self._messages: list[JSON] = [{"role": "user", "content": text}, {"role": "user", "content": "go on " * 110}]
+        self._messages: list[JSON] = [
+            {"role": "user", "content": text, "akv": akv},
+            {"role": "user", "content": "go on " * 110},
+        ]
 
     def turn(self, **fields: Any) -> JSON:
         akv = {"session": self._session} | ({} if self.auto is None else {"auto_drop": self.auto})
@@ -417,6 +424,52 @@ def test_without_a_session_it_says_so_and_a_bad_field_is_named(client: httpx.Cli
     refused = client.post("/v1/chat/completions", json=body | {"akv": {"auto_drop": {"epsilon": 0}}})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"].startswith("akv.auto_drop")
+
+
+# --- from the command line --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def indifferent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer that gives a tilde little attention: its embedding, and so its key, is zero, and what the
+    queries make of other keys is far from zero."""
+    path = tiny_model(tmp_path_factory.mktemp("indifferent"), num_hidden_layers=1)
+    weights = load_file(path / "model.safetensors")
+    tilde = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("~")
+    weights["model.embed_tokens.weight"][tilde] = 0
+    weights["model.layers.0.self_attn.q_proj.weight"] *= 5
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "drops_for"),
+    [
+        (["--auto-drop"], {"ann", "bob", "eve"}),
+        (["--auto-drop", "ann", "--auto-drop", "eve"], {"ann", "eve"}),
+        ([], {}),
+    ],
+    ids=["all", "some", "none"],
+)
+def test_the_command_says_for_whom(indifferent: Path, options: list[str], drops_for: set[str]) -> None:
+    tenants = ("ann", "bob", "eve")
+    keys = [option for tenant in tenants for option in ("--api-key", f"{tenant}:key of {tenant}")]
+    with akv_serve("--model", str(indifferent), "--weights", "float32", *keys, *options) as (url, _):
+        for tenant in tenants:
+            with httpx.Client(base_url=url, headers={"Authorization": f"Bearer key of {tenant}"}, timeout=60) as client:
+                # Attention is noted by the page: those of the ends hold tags, too.
+                agent = Agent(client, None, first=tagged("log", "~" * 160), keep_head=16, keep_tail=16)
+                *_, third = (agent.turn() for _ in range(3))
+            assert [edit["type"] for edit in third["applied_edits"]] == ["auto_drop"] * (tenant in drops_for)
+            assert third["dropped_tokens"] == 128 * (tenant in drops_for)
+
+
+@pytest.mark.parametrize(("keys", "known"), [([], "none"), (["--api-key", "ann:1", "--api-key", "bob:2"], "ann, bob")])
+def test_the_command_refuses_a_name_that_no_tenant_has(
+    keys: list[str], known: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--model", "/nowhere", *keys, "--auto-drop", "anne"]) == 2
+    assert capsys.readouterr().err == f"akv: --auto-drop anne: no tenant of --api-key has this name ({known})\n"
 
 
 # --- a needle in a real trajectory ------------------------------------------------------------------------------------
