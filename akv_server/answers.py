@@ -14,7 +14,7 @@ from akv_server.calls import Call, Parser
 from akv_server.chat import Chat, Piece, Rendered
 from akv_server.errors import AkvError
 from akv_server.generation import TextOut
-from akv_server.identity import Message, normalise_for_matching
+from akv_server.identity import Message, named_as, normalise_for_matching
 from akv_server.tools import Function
 
 
@@ -55,7 +55,7 @@ def claimed_piece(
         parser = parser_of(chat.call_format, functions, many=True, is_thinking=opened.is_thinking)
         text = _read(chat, ids, until, parser if has_calls else None)
         calls = parser.calls
-        if text is not None and identity_of(text, calls) == identity:
+        if text is not None and named_as(identity_of(text, calls), identity) == identity:
             for call, sent in zip(calls, message.get("tool_calls") or (), strict=True):
                 call.id = sent.get("id") or call.id
             return chat.generated_piece(opened, ids, calls)

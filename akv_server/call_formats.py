@@ -25,6 +25,7 @@ from akv_server.tools import (
     CLOSING,
     FUNCTION,
     FUNCTION_END,
+    MAX_NAME,
     OPENING,
     PARAMETER,
     PARAMETER_END,
@@ -39,9 +40,17 @@ from akv_server.tools import (
 from akv_server.values import TEXT, Brackets, argument_of, keywords_of, overlap, types_of, value_of
 
 
-def parser_of(written: CallFormat, functions: Sequence[Function], *, many: bool, is_thinking: bool = False) -> Parser:
-    """A parser for one answer of a model that writes calls so. `many`: it may make more than one."""
-    return _PARSERS[written.style](functions, many=many, is_thinking=is_thinking)
+def parser_of(
+    written: CallFormat,
+    functions: Sequence[Function],
+    *,
+    many: bool,
+    is_thinking: bool = False,
+    is_held: bool = False,
+) -> Parser:
+    """A parser for one answer of a model that writes calls so. `many`: it may make more than one; the rest as `Parser`
+    has it."""
+    return _PARSERS[written.style](functions, many=many, is_thinking=is_thinking, is_held=is_held)
 
 
 class _Hermes(Parser):
@@ -51,14 +60,16 @@ class _Hermes(Parser):
     _closing = CLOSING
 
     def _calls(self) -> bool:
-        text = self._buffer.lstrip()
-        if not text:
+        self._skip_space()
+        if not self._buffer:
             return False
-        if text[0] != "{":
+        if self._buffer[0] != "{":
             return self._give_up()
         if head := _JSON_HEAD.match(self._buffer):
             return self._open_arguments(value_of(head[1]), head.end())
-        if not self._is_marked and (key := _JSON_FIRST_KEY.match(self._buffer)) and key[1] not in _CALL_KEYS:
+        if _LONG_JSON_NAME.match(self._buffer):
+            return self._give_up()
+        if not self._is_marked and _OTHER_JSON_KEY.match(self._buffer):
             return self._give_up()  # so that an answer in JSON is not held back
         end = self._brackets.scan(self._buffer)
         if end is None:
@@ -85,11 +96,11 @@ class _Hermes(Parser):
         return True
 
     def _arguments(self) -> bool:
-        end = self._brackets.scan(self._buffer)
+        end, at = self._brackets.scan(self._buffer), self._at
         self._add(self._consume(len(self._buffer) if end is None else end))
         self.calls[-1].end = self._at
-        self._brackets.forget()
         if end is None:
+            self._brackets.forget(self._at - at)
             return False
         self.calls[-1].end -= 1
         self._brackets = Brackets(self._quotes, depth=1)
@@ -98,11 +109,13 @@ class _Hermes(Parser):
 
     def _rest(self) -> bool:
         """What the object has behind the arguments; most often nothing."""
-        ends = [self._brackets.scan(self._buffer)]
-        if self._closing == CLOSING:
-            ends.append(self._buffer.find(CLOSING))  # models forget the last brace
-        found = [end for end in ends if end is not None and end >= 0]
+        end = self._brackets.scan(self._buffer)
+        closing = self._buffer.find(CLOSING) if self._closing == CLOSING else -1  # models forget the last brace
+        found = [at for at in (end, closing) if at is not None and at >= 0]
         if not found:
+            done = len(self._buffer) - overlap(self._buffer, CLOSING)
+            self._consume(done)
+            self._brackets.forget(done)
             return False
         self._consume(min(found))
         self._state = self._behind_call
@@ -122,8 +135,8 @@ class _Json(_Hermes):
     def _behind_call(self) -> bool:
         if not self._many:
             return self._end_calls()
-        text = self._buffer.lstrip()
-        behind = text[1:].lstrip() if text[:1] in (";", ",") else text
+        self._skip_space()
+        behind = self._buffer[1:].lstrip() if self._buffer[:1] in (";", ",") else self._buffer
         if not behind:
             return False
         if behind[0] != "{":
@@ -143,11 +156,11 @@ class _MistralList(_Hermes):
         return self._list
 
     def _list(self) -> bool:
-        text = self._buffer.lstrip()
-        if not text:
+        self._skip_space()
+        if not self._buffer:
             return False
-        if text[0] == "[":
-            self._aside += self._consume(len(self._buffer) - len(text) + 1)
+        if self._buffer[0] == "[":
+            self._aside += self._consume(1)
         self._state = self._calls
         return True
 
@@ -165,6 +178,7 @@ class _MistralArgs(_MistralList):
         return self._calls
 
     def _calls(self) -> bool:
+        self._skip_space()
         if head := _MISTRAL_HEAD.match(self._buffer):
             return self._open_arguments(head[1], head.end())
         return not _MISTRAL_HEAD_BEGUN.fullmatch(self._buffer) and self._give_up()
@@ -182,19 +196,20 @@ class _Python(Parser):
     _quotes = "\"'"
 
     def _calls(self) -> bool:
-        text = self._buffer.lstrip()
-        if not text:
+        self._skip_space()
+        if not self._buffer:
             return False
-        if text[0] != "[":
+        if self._buffer[0] != "[":
             return self._give_up()
-        self._aside += self._consume(len(self._buffer) - len(text) + 1)
+        self._aside += self._consume(1)
         self._state = self._call
         return True
 
     def _call(self) -> bool:
+        self._skip_space()
         head = _PYTHON_HEAD.match(self._buffer)
         if head is None:
-            return bool(_NO_PYTHON_HEAD.match(self._buffer)) and self._give_up()
+            return not _PYTHON_HEAD_BEGUN.fullmatch(self._buffer) and self._give_up()
         if not self._may_call(head[1]):
             return self._give_up()
         end = self._brackets.scan(self._buffer)
@@ -224,18 +239,19 @@ class _Xml(Parser):
         return self._name if mark == FUNCTION else self._calls
 
     def _calls(self) -> bool:
-        text = self._buffer.lstrip()
-        if text.startswith(FUNCTION):
-            self._aside += self._consume(len(self._buffer) - len(text) + len(FUNCTION))
+        self._skip_space()
+        if self._buffer.startswith(FUNCTION):
+            self._aside += self._consume(len(FUNCTION))
             self._state = self._name
             return True
-        return not FUNCTION.startswith(text) and self._give_up()
+        return not FUNCTION.startswith(self._buffer) and self._give_up()
 
     def _name(self) -> bool:
-        name, found, _ = self._buffer.partition(">")
-        if not found and not _NO_NAME.search(name):
+        if _NAME_BEGUN.fullmatch(self._buffer):
             return False
-        if not found or _NO_NAME.search(name) or not self._may_call(name):
+        head = _NAME_HEAD.match(self._buffer)
+        name = head[1] if head else ""
+        if not self._may_call(name):
             return self._give_up()
         self._open(name)
         self._schema = self._functions[name].parameters if name in self._functions else {}
@@ -249,8 +265,8 @@ class _Xml(Parser):
 
     def _between(self) -> bool:
         """Before a parameter, or behind the last one."""
-        text = self._buffer.lstrip()
-        self._consume(len(self._buffer) - len(text))
+        self._skip_space()
+        text = self._buffer
         if head := _PARAMETER_HEAD.match(text):
             self._consume(head.end())
             self._add(f"{self._separator}{json.dumps(head[1], ensure_ascii=False)}: ")
@@ -264,7 +280,7 @@ class _Xml(Parser):
         elif text.startswith(CLOSING):
             self._add("}")
             return self._end_calls()
-        elif _TAG_BEGUN.fullmatch(text) or any(tag.startswith(text) for tag in (PARAMETER, FUNCTION_END, CLOSING)):
+        elif _PARAMETER_BEGUN.fullmatch(text) or any(tag.startswith(text) for tag in _TAGS):
             return False
         else:  # means nothing
             at = text.find("<", 1)
@@ -304,13 +320,12 @@ class _Xml(Parser):
             self._take(self._buffer)
 
     def _behind_call(self) -> bool:
-        text = self._buffer.lstrip()
-        if self._many and text.startswith(FUNCTION):
+        self._skip_space()
+        if self._many and self._buffer.startswith(FUNCTION):
             self._is_after_call = True
-            aside = self._consume(len(self._buffer) - len(text) + len(FUNCTION))
-            self._await(self._name, aside, is_marked=self._is_marked)
+            self._await(self._name, self._consume(len(FUNCTION)), is_marked=self._is_marked)
             return True
-        return not (self._many and FUNCTION.startswith(text)) and self._end_calls()
+        return not (self._many and FUNCTION.startswith(self._buffer)) and self._end_calls()
 
 
 _PARSERS: dict[Style, type[Parser]] = {
@@ -321,13 +336,23 @@ _PARSERS: dict[Style, type[Parser]] = {
     "mistral_list": _MistralList,
     "mistral_args": _MistralArgs,
 }
-_CALL_KEYS = frozenset({"name", "type", "id", "arguments", "parameters"})
-_JSON_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_JSON_FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"')
-_MISTRAL_HEAD = re.compile(r"\s*([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-_MISTRAL_HEAD_BEGUN = re.compile(r"\s*[\w.:/-]*\s*(?:\[[\w\s\]\[]*)?")
-_PYTHON_HEAD = re.compile(r"\s*([A-Za-z_][\w.:/-]*)\s*\(")
-_NO_PYTHON_HEAD = re.compile(r"\s*(?:[^\sA-Za-z_]|[A-Za-z_][\w.:/-]*(?:\s+[^\s(]|[^\s\w.:/(-]))")
-_NO_NAME = re.compile(r"[^\w.:/-]")
-_PARAMETER_HEAD = re.compile(PARAMETER + r"([^>\n]+)>")
-_TAG_BEGUN = re.compile(PARAMETER + r"[^>\n]*")
+# Names and space have bounds, so that what is matched again with each piece has.
+_SPACE = r"\s{0,64}"
+_NAME = rf"[\w.:/-]{{1,{MAX_NAME}}}"
+_PYTHON_NAME = rf"[A-Za-z_][\w.:/-]{{0,{MAX_NAME - 1}}}"
+_JSON_NAME = rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}'
+_JSON_CHAR = r'(?:[^"\\]|\\.)'
+_JSON_HEAD = re.compile(
+    rf'{_JSON_NAME}("{_JSON_CHAR}{{0,{MAX_NAME}}}"){_SPACE},{_SPACE}"(?:arguments|parameters)"{_SPACE}:{_SPACE}(?=\{{)'
+)
+_LONG_JSON_NAME = re.compile(rf'{_JSON_NAME}"{_JSON_CHAR}{{{MAX_NAME + 1}}}')
+_OTHER_JSON_KEY = re.compile(rf'\{{{_SPACE}"(?!(?:name|type|id|arguments|parameters)")(?:[^"\\]{{0,10}}"|[^"\\]{{11}})')
+_MISTRAL_HEAD = re.compile(rf"({_NAME}){_SPACE}(?:\[CALL_ID\]{_SPACE}\w{{0,64}}{_SPACE})?(?:\[ARGS\]{_SPACE})?(?=\{{)")
+_MISTRAL_HEAD_BEGUN = re.compile(rf"(?:{_NAME}{_SPACE}(?:\[[\w\s\]\[]{{0,300}})?)?")
+_PYTHON_HEAD = re.compile(rf"({_PYTHON_NAME}){_SPACE}\(")
+_PYTHON_HEAD_BEGUN = re.compile(rf"(?:{_PYTHON_NAME}{_SPACE})?")
+_NAME_HEAD = re.compile(rf"({_NAME})>")
+_NAME_BEGUN = re.compile(rf"(?:{_NAME})?")
+_TAGS = (PARAMETER, FUNCTION_END, CLOSING)
+_PARAMETER_HEAD = re.compile(PARAMETER + r"([^>\n]{1,1024})>")
+_PARAMETER_BEGUN = re.compile(PARAMETER + r"[^>\n]{0,1024}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
-from akv_server.tools import FUNCTION, TEXT_MARKS, THINK_CLOSING, THINK_OPENING, Function
+from akv_server.tools import FUNCTION, MAX_NAME, TEXT_MARKS, THINK_CLOSING, THINK_OPENING, Function
 from akv_server.values import Brackets, overlap
 
 
@@ -66,7 +66,10 @@ class Parser(ABC):
     """Parts an answer into content and calls, as it comes. What it finds does not depend on how the text is cut up.
 
     Space around a call belongs to nobody. What turns out to be no call is content. Whatever the model thinks first,
-    between `<think>` and `</think>`, is content, too; `is_thinking`: the template opened that.
+    between `<think>` and `</think>`, is content, too; `is_thinking`: the template opened that. `is_held`: a grammar
+    admits nothing but calls behind it, so what the end of the answer cuts off is the beginning of one, and no content.
+
+    A piece costs what it is long: what is looked at again with the next one has a bound.
     """
 
     _marks: ClassVar[tuple[str, ...]]
@@ -77,13 +80,16 @@ class Parser(ABC):
     _first: ClassVar[str] = ""
     """The letter with which an answer begins that is calls without a mark; they have to be of functions it has."""
 
-    def __init__(self, functions: Sequence[Function], *, many: bool, is_thinking: bool = False) -> None:
+    def __init__(
+        self, functions: Sequence[Function], *, many: bool, is_thinking: bool = False, is_held: bool = False
+    ) -> None:
         self.calls: list[Call] = []
         self.is_done = False
         """The only call that may be made is complete."""
         self._answer_id = uuid.uuid4().hex[:22]
         self._functions = {function.name: function for function in functions}
         self._many = many
+        self._is_held = is_held
         self._buffer = ""  # what no state has consumed
         self._at = 0  # characters consumed
         self._aside = ""  # consumed, and content after all if what follows is no call
@@ -104,7 +110,7 @@ class Parser(ABC):
     def finish(self) -> tuple[str, list[CallDelta]]:
         """What was held back; the end of the answer."""
         if not self.is_done:
-            if not self._is_sure:
+            if not self._is_sure and (not self._is_held or self._state == self._thought):
                 self._say(self._aside)
                 self._say(self._buffer)
             self._cut_off()
@@ -121,6 +127,10 @@ class Parser(ABC):
         self._at += length
         return taken
 
+    def _skip_space(self) -> None:
+        """It belongs to what follows if that is content."""
+        self._aside += self._consume(len(self._buffer) - len(self._buffer.lstrip()))
+
     def _say(self, text: str) -> None:
         if self._is_after_call:
             text = text.lstrip()
@@ -134,14 +144,15 @@ class Parser(ABC):
     # States. Each consumes what it is sure of and returns whether another shall go on.
 
     def _start(self) -> bool:
-        text = self._buffer.lstrip()
-        if THINK_OPENING.startswith(text):
-            self._state = self._thought if text == THINK_OPENING else self._start
-            return text == THINK_OPENING
-        if text.startswith(THINK_OPENING):
+        self._skip_space()
+        if len(self._buffer) < len(THINK_OPENING) and THINK_OPENING.startswith(self._buffer):
+            return False
+        if self._buffer.startswith(THINK_OPENING):
+            self._say(self._aside)
+            self._aside = ""
             self._state = self._thought
-        elif text[0] == self._first:
-            self._await(self._calls, self._consume(len(self._buffer) - len(text)), is_marked=False)
+        elif self._buffer[0] == self._first:
+            self._await(self._calls, self._aside, is_marked=False)
         else:
             self._state = self._text
         return True
@@ -156,16 +167,19 @@ class Parser(ABC):
         return True
 
     def _text(self) -> bool:
+        self._skip_space()
         found = [(at, mark) for mark in self._marks if (at := self._buffer.find(mark)) >= 0]
-        if not found:
-            held = max(overlap(self._buffer, mark) for mark in self._marks)
-            self._say(self._consume(len(self._buffer[: len(self._buffer) - held].rstrip())))
+        held = max(overlap(self._buffer, mark) for mark in self._marks)
+        at, mark = min(found, default=(len(self._buffer) - held, ""))
+        if text := self._consume(len(self._buffer[:at].rstrip())):
+            self._say(self._aside + text)
+            self._aside = ""
+        self._skip_space()
+        if not mark:
             return False
-        at, mark = min(found)
-        self._say(self._consume(len(self._buffer[:at].rstrip())))
-        space = self._consume(self._buffer.index(mark))
         self._consume(len(mark))
-        self._await(self._behind(mark), space + mark if mark in TEXT_MARKS else space, is_marked=mark != FUNCTION)
+        aside = self._aside + mark if mark in TEXT_MARKS else self._aside
+        self._await(self._behind(mark), aside, is_marked=mark != FUNCTION)
         return True
 
     def _behind(self, mark: str) -> Callable[[], bool]:
@@ -183,11 +197,12 @@ class Parser(ABC):
         self._state = state
 
     def _may_call(self, name: str) -> bool:
-        return name in self._functions or (self._is_marked and bool(name))
+        return name in self._functions or (self._is_marked and 0 < len(name) <= MAX_NAME)
 
     def _give_up(self) -> bool:
-        self._say(self._aside)
-        self._aside = ""
+        said = self._aside.rstrip()
+        self._say(said)
+        self._aside = self._aside[len(said) :]
         self._state = self._text
         return True
 
@@ -214,16 +229,15 @@ class Parser(ABC):
 
     def _another(self, state: Callable[[], bool]) -> bool:
         """Behind a call in a list: a comma and the next one, or its end."""
-        text = self._buffer.lstrip()
-        if not text:
+        self._skip_space()
+        if not self._buffer:
             return False
-        behind = len(self._buffer) - len(text) + 1
-        if text[0] == "," and self._many:
+        if self._buffer[0] == "," and self._many:
             self._is_after_call = True
-            self._await(state, self._consume(behind), is_marked=self._is_marked)
+            self._await(state, self._consume(1), is_marked=self._is_marked)
             return True
-        if text[0] in ",]":
-            self._consume(behind)
+        if self._buffer[0] in ",]":
+            self._consume(1)
         return self._end_calls()
 
     def _end_calls(self) -> bool:
@@ -235,11 +249,11 @@ class Parser(ABC):
 
     def _closed(self) -> bool:
         """The state behind calls."""
-        text = self._buffer.lstrip()
-        if len(text) < len(self._closing) and self._closing.startswith(text):
+        self._skip_space()
+        if len(self._buffer) < len(self._closing) and self._closing.startswith(self._buffer):
             return False
-        if text.startswith(self._closing):
-            self._consume(len(self._buffer) - len(text) + len(self._closing))
+        if self._buffer.startswith(self._closing):
+            self._consume(len(self._closing))
         self._is_sure = False
         self.is_done = not self._many
         self._state = self._text

@@ -176,7 +176,8 @@ class Completions:
         use, written, is_thinking = prompt.shape.use, prompt.shape.written, prompt.shape.is_thinking
 
         def parser() -> Parser:
-            return parser_of(written, use.functions, many=use.many, is_thinking=is_thinking)
+            is_held = use.choice == "required"
+            return parser_of(written, use.functions, many=use.many, is_thinking=is_thinking, is_held=is_held)
 
         is_scored = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
         stop_ids = set(body.stop_token_ids or ()) | (set() if body.ignore_eos else prompt.stop_ids)

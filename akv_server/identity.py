@@ -31,13 +31,20 @@ def normalise_for_matching(message: Message, ending: str = "") -> Hashable:
     """
     role = role_of(message.get("role"))
     calls = [call["function"] for call in calls_of(message, "tool_calls")]
-    text = text_of(message.get("content"), "content").replace("\r\n", "\n").strip()
+    text = text_of(message, "content").replace("\r\n", "\n").strip()
     if role == "assistant":
         if not calls:
             text, calls = _without_transcript(text)
         text = _with_reasoning(text, message.get("reasoning_content"))
     called = tuple((call["name"], _canonical(call["arguments"])) for call in calls)
     return role, text.removesuffix(ending).strip(), called, None if role == "tool" else message.get("name")
+
+
+def named_as(identity: Hashable, other: Hashable) -> Hashable:
+    """The identity that a generated answer has when it comes back under the name of `other`: a framework puts its
+    agent's there, the model wrote none. An answer that was sent keeps its name: a template may write that."""
+    assert isinstance(identity, tuple) and isinstance(other, tuple)
+    return (*identity[:-1], other[-1])
 
 
 def without_torn_arguments(identity: Hashable) -> set[Hashable]:
@@ -73,21 +80,29 @@ def role_of(role: Any) -> Any:
     return "system" if role == "developer" else role
 
 
-def text_of(content: Any, at: str) -> str:
-    """A content as one string; parts are joined by line ends. Raises AkvError naming the field, which is `at`."""
+def text_of(message: Message, at: str) -> str:
+    """A message's content as one string; parts are joined by line ends. A part of type thinking, with which an answer
+    may begin, is its reasoning, before the text. Raises AkvError naming the field, which is `at`."""
+    content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise invalid(at, "content is a string, null or a list of parts")
-    texts: list[str] = []
+    thought, texts = "", []
     for j, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise invalid(f"{at}[{j}].type", f"only parts of type text are supported, not {kind!r}")
-        if not isinstance(part.get("text"), str):
-            raise invalid(f"{at}[{j}].text", "a text part has a text")
-        texts.append(part["text"])
-    return "\n".join(texts)
+        begins_answer = j == 0 and message.get("role") == "assistant"
+        if kind != "text" and not (kind == "thinking" and begins_answer):
+            which = "text, and thinking as an answer's first," if kind == "thinking" else "text"
+            raise invalid(f"{at}[{j}].type", f"only parts of type {which} are supported, not {kind!r}")
+        text = part.get(kind)
+        if not isinstance(text, str):
+            raise invalid(f"{at}[{j}].{kind}", f"a {kind} part has a {kind}, a string")
+        if kind == "text":
+            texts.append(text)
+        elif text.strip():
+            thought = f"{THINK_OPENING}\n{text.strip()}\n{THINK_CLOSING}\n\n"
+    return thought + "\n".join(texts)
 
 
 def calls_of(message: Message, at: str) -> list[Message]:
@@ -123,18 +138,20 @@ def _call(call: Any, at: str) -> Message:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Arguments as a value; a string that is no JSON object stays what it is."""
-    value = _json_in(arguments) if isinstance(arguments, str) else arguments
-    return arguments if isinstance(value, list) else value
+    """Arguments as a value, also where they were encoded twice; a string that is no JSON object stays what it is."""
+    value = arguments
+    for _ in range(2):
+        value = _json_in(value, (dict, str)) if isinstance(value, str) else value
+    return arguments if isinstance(value, str) else value
 
 
-def _json_in(text: str) -> Any:
-    """The object or list that a text is the JSON of, or the text itself."""
+def _json_in(text: str, kinds: tuple[type, ...]) -> Any:
+    """The value of one of these kinds that a text is the JSON of, or the text itself."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, dict | list) and not is_deep(value) else text
+    return value if isinstance(value, kinds) and not is_deep(value) else text
 
 
 def _without_transcript(text: str) -> tuple[str, list[Message]]:
@@ -183,7 +200,7 @@ def _begun(canonical: str) -> str:
 def _canonical(value: Any) -> str:
     def plain(item: Any) -> Any:
         if isinstance(item, str):
-            value = _json_in(item) if item[:1] in ("{", "[") else item
+            value = _json_in(item, (dict, list)) if item[:1] in ("{", "[") else item
             return item if value is item else plain(value)  # smolagents sends back the value
         if isinstance(item, dict):
             return {key: plain(inner) for key, inner in item.items()}

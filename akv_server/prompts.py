@@ -19,7 +19,13 @@ from akv_server.calls import Call
 from akv_server.chat import Chat, Piece
 from akv_server.errors import AkvError, invalid
 from akv_server.grammar import Shape
-from akv_server.identity import ids_of_inputs, normalise_for_matching, without_reasoning, without_torn_arguments
+from akv_server.identity import (
+    ids_of_inputs,
+    named_as,
+    normalise_for_matching,
+    without_reasoning,
+    without_torn_arguments,
+)
 from akv_server.requests import ChatBody, CompletionBody
 from akv_server.streams import Continued, Message, Stream
 from akv_server.tokenizer import Tokenizer
@@ -116,14 +122,16 @@ class ChatPrompt:
 
     def _is_in(self, stream: Stream, i: int) -> bool:
         """Whether message `i` is the stream's own. Of an answer, what the model thought may be left out, and arguments
-        that are no JSON. One that ended at a stop string has that in the stream, though not in the reply: it may be put
-        back in its place."""
+        that are no JSON; it may have got a name. One that ended at a stop string has that in the stream, though not in
+        the reply: it may be put back in its place."""
         message = stream.messages[i]
         if self._identities[i] == message.identity:
             return True
         if message.role != "assistant":
             return False
-        whole = {message.identity} | without_torn_arguments(message.identity)
+        # Before it came back once, it is as the model wrote it.
+        made = named_as(message.identity, self._identities[i]) if message.is_open else message.identity
+        whole = {made} | without_torn_arguments(made)
         known = whole | {without_reasoning(identity) for identity in whole}
         if self._identities[i] in known:
             return True

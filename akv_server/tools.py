@@ -17,6 +17,7 @@ Style = Literal["hermes", "xml", "json", "pythonic", "mistral_list", "mistral_ar
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
+MAX_NAME = 128  # characters in the name of a function
 TEXT_MARKS = frozenset({OPENING, CLOSING, FUNCTION})  # the others have a meaning in every text
 PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -109,8 +110,8 @@ def _function(tool: Any, at: str) -> Function:
     if not isinstance(function, dict):
         raise invalid(f"{at}.function", "a tool has a function")
     name, parameters, strict = function.get("name"), function.get("parameters"), function.get("strict")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.:/-]{1,128}", name, re.ASCII):
-        raise invalid(f"{at}.function.name", "1 to 128 letters, digits and _ . : / -")
+    if not isinstance(name, str) or not re.fullmatch(rf"[\w.:/-]{{1,{MAX_NAME}}}", name, re.ASCII):
+        raise invalid(f"{at}.function.name", f"1 to {MAX_NAME} letters, digits and _ . : / -")
     if not isinstance(strict, bool | None):
         raise invalid(f"{at}.function.strict", "is true or false")
     at = f"{at}.function.parameters"

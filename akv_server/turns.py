@@ -229,7 +229,7 @@ def _turn(message: Message, at: str, template: Template) -> Turn:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise invalid(f"{at}.role", "a message has a role")
-    text = text_of(message.get("content"), f"{at}.content")
+    text = text_of(message, f"{at}.content")
     for key in ("tool_call_id", "name"):
         if not isinstance(message.get(key), str | None):
             raise invalid(f"{at}.{key}", f"a {key} is a string")

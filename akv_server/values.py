@@ -25,9 +25,9 @@ class Brackets:
         self._at = 0
         self._num_escaped = 0  # characters to come that a backslash took their meaning from
 
-    def forget(self) -> None:
-        """All that was scanned is consumed; the text goes on behind it."""
-        self._at = 0
+    def forget(self, length: int) -> None:
+        """So many characters, all of them scanned, are consumed: the text begins behind them now."""
+        self._at -= length
 
     def scan(self, text: str) -> int | None:
         """The end of the value; None while it is open."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from akv_server.call_formats import parser_of
 from akv_server.tools import CallFormat, Style
-from tests.calling import FUNCTIONS, STYLES, tag
+from tests.calling import FUNCTIONS, STYLES, tag, written
 
 
 def parsed(
@@ -222,6 +222,82 @@ def test_a_text_in_tags_comes_as_it_is_written() -> None:
 def test_what_a_template_opened_is_thought() -> None:
     thought = f"hm, {tag(LS)}</think>"
     assert parsed("hermes", thought + tag(LS), is_thinking=True) == (thought, [("bash", '{"command": "ls"}')])
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_cut_off_of_a_call_that_is_certain_is_no_content(style: Style) -> None:
+    text = "<think>\nhm\n</think>\n\n" + written(style, "bash", {"command": "ls"})
+    begins, named = text.index("</think>") + len("</think>"), False
+    for end in range(len(text) + 1):
+        parser = parser_of(CallFormat(style), FUNCTIONS, many=True, is_held=True)
+        parts = [parser.push(letter) for letter in text[:end]] + [parser.finish()]
+        assert "".join(content for content, _ in parts) == ("" if end < len("<think>") else text[: min(end, begins)])
+        assert parser_content(style, text[:end]) == "".join(content for content, _ in parts)
+        assert not named or parser.calls
+        named = bool(parser.calls)
+    assert named
+
+
+def parser_content(style: Style, text: str) -> str:
+    """What a text that came at once says besides a call that is certain."""
+    parser = parser_of(CallFormat(style), FUNCTIONS, many=True, is_held=True)
+    return parser.push(text)[0] + parser.finish()[0]
+
+
+LONG = "a" * 5000
+HEADS: list[tuple[Style, str, str]] = [
+    ("hermes", '<tool_call>\n{"name": "', ""),
+    ("json", '{"name": "', ""),
+    ("json", '{"', ""),
+    ("mistral_list", '[TOOL_CALLS] [{"name": "', "[TOOL_CALLS]"),
+    ("mistral_args", "[TOOL_CALLS]", "[TOOL_CALLS]"),
+    ("mistral_args", "[TOOL_CALLS]now [", "[TOOL_CALLS]"),
+    ("pythonic", "[", ""),
+    ("xml", "<function=", ""),
+    ("xml", "<tool_call>\n<function=", ""),
+]
+
+
+@pytest.mark.parametrize(("style", "head", "mark"), HEADS)
+def test_a_head_without_an_end_is_not_held_back(style: Style, head: str, mark: str) -> None:
+    """No name is so long; and each piece would be looked at together with all before it."""
+    text = head + LONG
+    parser = parser_of(CallFormat(style), FUNCTIONS, many=True)
+    said = 0
+    for i in range(0, len(text), 4):
+        content, deltas = parser.push(text[i : i + 4])
+        said += len(content)
+        assert not deltas and i + 4 - said < 400
+    assert parsed(style, text) == parsed(style, *text) == (text.removeprefix(mark), [])
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", "hi" + " " * 5000),
+        ("hermes", "<tool_call>" + " " * 5000),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}' + ' "b"' * 1000),
+        ("hermes", f"{tag(LS)}" + "\n" * 5000),
+        ("pythonic", "[now()" + " " * 5000),
+        ("xml", f"<tool_call>\n<function=now>\n<parameter={LONG}"),
+        ("xml", "<tool_call>\n<function=now>\n" + "\n" * 5000),
+    ],
+)
+def test_a_piece_is_looked_at_with_little_of_what_came_before(style: Style, text: str) -> None:
+    parser = parser_of(CallFormat(style), FUNCTIONS, many=True)
+    for i in range(0, len(text), 4):
+        parser.push(text[i : i + 4])
+        assert len(parser._buffer) < 1100
+    assert parsed(style, text) == parsed(style, *text)
+
+
+def test_names_have_a_bound() -> None:
+    for length, found in [(128, 1), (129, 0)]:
+        for styled in STYLES:
+            text = written(styled, "f" * length, {})
+            if styled in ("json", "pythonic"):  # without a mark only functions that there are
+                text = f"<|python_tag|>{text}"
+            assert len(parsed(styled, text)[1]) == found == len(parsed(styled, *text)[1]), styled
 
 
 SCRAPS = [

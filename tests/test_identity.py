@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from akv_server.identity import normalise_for_matching, without_reasoning, without_torn_arguments
+from akv_server.errors import AkvError
+from akv_server.identity import named_as, normalise_for_matching, without_reasoning, without_torn_arguments
 from tests.chats import CALLING, RESULT
 
 PYTHON = {"name": "python_interpreter", "arguments": "print(1 + 1)"}
@@ -20,6 +21,7 @@ def test_messages_that_are_the_same_sent_twice():
         (CALLING, {**CALLING, "tool_calls": [{"id": "other", "function": {"name": "ls", "arguments": {"p": "/tmp"}}}]}),
         (RESULT, {**RESULT, "name": "ls", "tool_call_id": "other"}),
         ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),
+        (calling_ls('{"p": "a"}'), calling_ls('"{\\"p\\": \\"a\\"}"')),  # encoded twice
     ]
     for a, b in same:
         assert normalise_for_matching(a) == normalise_for_matching(b)
@@ -74,6 +76,41 @@ def test_reasoning_is_the_same_in_the_text_and_in_a_field_of_its_own(said: str):
     assert [len(same), len(silent), len(other)] == [1, 1, 1]
     assert len(same | silent | other) == 3
     assert {without_reasoning(known) for known in same | silent | other} == silent
+
+
+@pytest.mark.parametrize("said", ["", "Here."])
+def test_reasoning_is_the_same_in_a_part_of_its_own(said: str):
+    parts: list[dict[str, Any]] = [{"type": "thinking", "thinking": "Where?\n", "signature": "s"}]
+    if said:
+        parts.append({"type": "text", "text": said})
+    for thought, written in [("Where?\n", f"<think>\nWhere?\n</think>\n\n{said}"), (" ", said)]:
+        parts[0]["thinking"] = thought
+        back = {"role": "assistant", "content": parts}
+        assert normalise_for_matching(back) == normalise_for_matching({"role": "assistant", "content": written})
+
+
+@pytest.mark.parametrize(
+    ("role", "parts", "param"),
+    [
+        ("user", [{"type": "thinking", "thinking": "a"}], "content[0].type"),
+        ("assistant", [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "a"}], "content[1].type"),
+        ("assistant", [{"type": "thinking", "text": "a"}], "content[0].thinking"),
+        ("assistant", [{"type": "redacted_thinking", "data": "a"}], "content[0].type"),
+        ("assistant", [{"type": "text", "text": None}], "content[0].text"),
+    ],
+)
+def test_parts_that_have_no_meaning_are_refused(role: str, parts: list[Any], param: str):
+    with pytest.raises(AkvError) as caught:
+        normalise_for_matching({"role": role, "content": parts})
+    assert (caught.value.code, caught.value.param) == ("invalid_request", param)
+
+
+def test_a_generated_answer_may_come_back_under_a_name():
+    generated = normalise_for_matching(calling_ls({"p": 1}))
+    named = normalise_for_matching({**calling_ls({"p": 1}), "name": "researcher"})
+    other = normalise_for_matching({**calling_ls({"p": 2}), "name": "researcher"})
+    assert generated != named == named_as(generated, named)
+    assert named_as(generated, other) != other
 
 
 def test_the_code_of_an_answer_comes_back_as_a_call_too():
@@ -149,10 +186,14 @@ def test_messages_that_differ():
         {"role": "system", "content": "a"},
         {"role": "user", "content": "a", "name": "Ann"},
         {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "name": "Ann"},  # a template may write it
         calling("ls", '{"p": 1}'),
         calling("ls", '{"p": 2}'),
         calling("cat", '{"p": 1}'),
         calling("ls", "not json"),
+        calling("ls", '"not json"'),
+        calling("ls", '"{\\"p\\": 3}"'),
+        calling("ls", '{"p": 1, "limit": null}'),  # a null means what the function makes of it
         as_smolagents_sends_it(calling_ls({"p": 1})),
         as_smolagents_sends_it(calling_ls({"p": "1"})),
         as_smolagents_sends_it(calling_ls({"p": 1}, {"p": 1})),

@@ -77,7 +77,9 @@ def test_calls_that_are_asked_for_fit_their_schema(api: Anthropic, streamed: boo
         (block,) = message.content
         assert (message.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "get_weather")
         jsonschema.validate(block.input, WEATHER["input_schema"])
-    message, _ = create(api, streamed, tools=[WEATHER], tool_choice={"type": "none"}, max_tokens=5)
+    message, _ = create(
+        api, streamed, tools=[WEATHER], tool_choice={"type": "none"}, max_tokens=5, extra_body={"seed": 0}
+    )
     assert message.stop_reason == "max_tokens"
 
 
@@ -148,6 +150,21 @@ def test_a_held_call_that_was_cut_off_is_known_again(
     message, _ = talk.turn()
     found = {"city": "Rome", "days": 3} if begun is None else begun
     assert content(message) == [{"type": "tool_use", "name": "get_weather", "input": found if streamed else {}}]
+    talk.go_on(message)
+    talk.turn()
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_held_call_that_was_cut_off_before_its_arguments_is_none(
+    api: Anthropic, server: Server, monkeypatch: pytest.MonkeyPatch, streamed: bool, choice: JSON
+) -> None:
+    text = call("get_weather", '{"city": "Rome", "days": 3}')
+    says(monkeypatch, server, text, "I see.")
+    num_tokens = text.index('"arguments"')
+    talk = Conversation(api, streamed, tools=[WEATHER], tool_choice=choice, max_tokens=num_tokens)
+    message, _ = talk.turn()
+    assert (message.stop_reason, content(message)) == ("max_tokens", [])
     talk.go_on(message)
     talk.turn()
 

@@ -342,6 +342,44 @@ def test_calls_that_are_required_are_valid_whole_and_streamed(servers: dict[Styl
             ]
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_a_required_call_that_is_cut_off_leaves_no_markup(servers: dict[Style, Server], style: Style) -> None:
+    """Before its arguments begin it is nothing, and known again as that."""
+    num_calls = []
+    with api_of(servers[style]) as api:
+        for max_tokens in (1, 7, 14, 60):
+            ask = {**ASK, "tools": TOOLS[:1], "tool_choice": "required", "seed": 1, "max_tokens": max_tokens}
+            more = {"akv": {"session": uuid4().hex}}
+            choice = api.chat.completions.create(**ask, extra_body=more).choices[0]
+            chunks = [chunk.choices[0] for chunk in api.chat.completions.create(**ask, stream=True)]
+            assert choice.finish_reason == chunks[-1].finish_reason == "length"
+            assert not choice.message.content and not any(chunk.delta.content for chunk in chunks)
+            num_calls.append(len(choice.message.tool_calls or []))
+            assert sum(call.id is not None for c in chunks for call in c.delta.tool_calls or []) == num_calls[-1]
+            if not num_calls[-1]:
+                back = [QUESTION, choice.message.model_dump(exclude_none=True), QUESTION]
+                again = api.chat.completions.create(**{**ask, "messages": back}, extra_body=more)
+                assert again.akv["warnings"] == []  # type: ignore[attr-defined]
+    assert num_calls == [0, 0, 0, style != "pythonic"], "a Python call is read as a whole"
+
+
+def test_an_answer_may_come_back_under_its_agents_name(servers: dict[Style, Server]) -> None:
+    """The model wrote none; of an answer that a client wrote, a template may have made some text."""
+    with api_of(servers["hermes"]) as api:
+        more, messages = {"akv": {"session": uuid4().hex}}, [QUESTION]
+        for _ in range(3):
+            reply = api.chat.completions.create(**{**ASK, "messages": messages, "max_tokens": 5}, extra_body=more)
+            akv = reply.akv  # type: ignore[attr-defined]
+            assert akv["warnings"] == []
+            answer = {"role": "assistant", "content": reply.choices[0].message.content, "name": "researcher"}
+            messages += [answer, QUESTION]
+        answer["name"] = "writer"
+        messages[1] = {**messages[1], "name": "writer"}
+        reply = api.chat.completions.create(**{**ASK, "messages": messages, "max_tokens": 5}, extra_body=more)
+        (warning,) = reply.akv["warnings"]  # type: ignore[attr-defined]
+        assert warning.startswith("stream_diverged: messages[1] differs")
+
+
 def test_a_call_streams_as_openai_streams_it(servers: dict[Style, Server]) -> None:
     body = {**ASK, "tools": TOOLS, "tool_choice": "required", "seed": 5, "max_tokens": 1500, "stream": True}
     with servers["hermes"].client() as client:

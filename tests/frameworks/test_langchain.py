@@ -41,6 +41,16 @@ def test_each_turn_prefills_only_what_is_new(loaded: LoadedModel, streaming: boo
     agent.check_each_turn_prefills_only_what_is_new()
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_an_agent_that_has_a_name_puts_it_on_its_answers(loaded: LoadedModel, streaming: bool) -> None:
+    with scripted(loaded, ANSWERS) as agent:
+        model = model_of(agent.url, streaming=streaming, extra_body={"akv": {"session": "agent"}})
+        create_agent(model, [read_file], system_prompt="You code.", name="researcher").invoke(TASK)
+    sent = [m.get("name") for m in agent.exchanges[-1].messages if m["role"] == "assistant"]
+    assert sent == ["researcher"] * 4
+    agent.check_each_turn_prefills_only_what_is_new()
+
+
 def test_arguments_are_written_again_and_content_comes_as_blocks(models: dict[str, LoadedModel]) -> None:
     """What makes the test above one: the framework does not resend what the model wrote."""
     with scripted(models["plain"], ANSWERS) as agent:
