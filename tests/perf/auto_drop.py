@@ -46,7 +46,7 @@ from akv_server.model import StepInput
 from akv_server.ops import Layout, Timeline
 from akv_server.prompts import render
 from akv_server.streams import Stream
-from tests.perf.quality import TRAJECTORIES
+from tests.perf.quality import MIN_TURNS, TRAJECTORIES, chosen, too_short
 
 JSON = dict[str, Any]
 PAGE_SIZE = 16
@@ -120,15 +120,17 @@ class Replay:
 
 
 def homes_of(messages: Sequence[JSON]) -> list[int]:
-    """The messages that get needles, in the order in which they are asked for."""
+    """The messages that get needles, in the order in which they are asked for; none without an observation in the first
+    half."""
     half = messages[: len(messages) // 2 + 1]
     observations = [i for i, m in enumerate(half) if (m.get("content") or "").startswith("<ephemeral_observation")]
-    *others, longest = sorted(observations, key=lambda i: len(messages[i]["content"]))[-NUM_HOMES:]
-    return [*others, *[longest] * NUM_ON_END]
+    homes = sorted(observations, key=lambda i: len(messages[i]["content"]))[-NUM_HOMES:]
+    return [*homes[:-1], *homes[-1:] * NUM_ON_END]
 
 
 def planted(messages: Sequence[JSON], homes: Sequence[int]) -> list[JSON]:
-    """The conversation with needles in these messages, and turns at its end that ask for one after the other."""
+    """The conversation with needles in these messages, within their tags, and turns at its end that ask for one after
+    the other."""
     notes: dict[int, list[str]] = {}
     asked = []
     for home, (name, token) in zip(homes, NEEDLES.items(), strict=False):
@@ -140,7 +142,8 @@ def planted(messages: Sequence[JSON], homes: Sequence[int]) -> list[JSON]:
     found = list(messages)
     for home, lines in notes.items():
         text, count = messages[home]["content"], len(lines) + 1
-        cuts = [i * len(text) // count for i in range(count + 1)]
+        inside = text.index(">") + 1, text.rindex("</")
+        cuts = [0, *(min(max(i * len(text) // count, inside[0]), inside[1]) for i in range(1, count)), len(text)]
         parts = [text[a:b] + line for (a, b), line in zip(pairwise(cuts), [*lines, ""], strict=True)]
         found[home] = {**messages[home], "content": "".join(parts)}
     return [*found, *asked]
@@ -249,6 +252,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", metavar="NAME", help="of these names alone; repeatable")
     parser.add_argument("--cost", action="store_true", help="measure what noting attention takes instead")
     options = parser.parse_args()
+    paths = [] if options.cost else chosen(parser, options.trajectories, options.only)
     console = Console()
     loaded = loader.load("default", weights="int8")
     if options.cost:
@@ -256,16 +260,18 @@ def main() -> None:
         return
     rows = [Row(epsilon) for epsilon in EPSILONS]
     spread: list[float] = []
-    for path in sorted(options.trajectories.glob("*.json")):
-        if path.stem not in (options.only or [path.stem]):
-            continue
+    for path in paths:
         messages = read(path).tagged()
         stream = render(types.RenderRequest(messages=messages, add_generation_prompt=False), Chat(loaded.tokenizer))
         fits = [i for i, m in enumerate(stream.messages) if m.role == "assistant" and m.end <= options.max_tokens]
-        if len(fits) < 4:
+        if len(fits) < MIN_TURNS:
+            console.print(f"[dim]{path.stem}: skipped, {too_short(len(fits), options.max_tokens)}")
             continue
         messages = messages[: fits[-1] + 1]
         homes = homes_of(messages)
+        if not homes:
+            console.print(f"[dim]{path.stem}: skipped, its first half has no observation to plant a needle in")
+            continue
         replay = Replay(loaded, planted(messages, homes), options.max_tokens + 1000)
         attention = {turn: replay.attention(turn) for turn in replay.turns}
         measure(replay, attention, rows, homes)
@@ -274,6 +280,8 @@ def main() -> None:
             spread += [share for _, share in auto_drop.shares(context, attention[turn])]
         misses = [(row.epsilon, row.misses, row.gone_once, row.gone_on_end) for row in rows]
         console.print(f"[dim]{path.stem}: {len(replay.turns)} turns; so far {misses}")
+    if not spread:
+        parser.exit(1, "there is no observation to judge\n")
     print("| epsilon | observations dropped | of their tokens | needed, gone | asked once, gone | asked on end, gone |")
     print("|---" * 6 + "|")
     for row in rows:

@@ -23,6 +23,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +109,34 @@ class Scorer:
         return done[0]
 
 
-def load(folder: Path, scorer: Scorer, max_tokens: int) -> Iterator[Trajectory]:
-    """Every trajectory, cut behind the last answer that ends within `max_tokens`, unless few answers are left."""
-    for path in sorted(folder.glob("*.json")):
+def chosen(parser: argparse.ArgumentParser, folder: Path, names: Sequence[str] | None) -> list[Path]:
+    """The trajectories of a folder, or those of them that are named. Ends the program where there are none."""
+    found = {path.stem: path for path in sorted(folder.glob("*.json"))}
+    if unknown := [name for name in names or () if name not in found]:
+        parser.error(f"--only {unknown[0]}: {folder} has {', '.join(found) or 'no trajectories'}")
+    if not found:
+        parser.error(f"--trajectories: there are none in {folder}")
+    return [path for name, path in found.items() if name in (names or found)]
+
+
+def too_short(num_answers: int, max_tokens: int) -> str:
+    """Why a trajectory is left aside."""
+    return f"{num_answers} of its answers end within {max_tokens:,} tokens, at least {MIN_TURNS} are needed"
+
+
+def load(paths: Sequence[Path], scorer: Scorer, max_tokens: int, console: Console) -> Iterator[Trajectory]:
+    """Each trajectory, cut behind the last answer that ends within `max_tokens`; says so where few answers are left,
+    and leaves it aside."""
+    for path in paths:
         recorded = read(path)
         messages = recorded.tagged()
         stream = scorer.stream(messages)
         turns = [i for i in recorded.turns if stream.messages[i].end <= max_tokens]
-        if len(turns) >= MIN_TURNS:
-            messages = messages[: turns[-1] + 1]
-            yield Trajectory(recorded.name, messages, recorded.num_head, scorer.stream(messages), turns)
+        if len(turns) < MIN_TURNS:
+            console.print(f"[dim]{recorded.name}: skipped, {too_short(len(turns), max_tokens)}")
+            continue
+        messages = messages[: turns[-1] + 1]
+        yield Trajectory(recorded.name, messages, recorded.num_head, scorer.stream(messages), turns)
 
 
 # --- the ways of making room ------------------------------------------------------------------------------------------
@@ -139,6 +158,13 @@ def history_of(trajectory: Trajectory, keep: int, *, repos: bool) -> History:
                 gone.add(span)
                 ops.append(Op("drop", trajectory.stream.messages[turn].start, *span, repos=repos))
     return tuple(ops)
+
+
+def nothing_goes(keep: int) -> str:
+    """Why all ways come to the same on a trajectory with an empty history."""
+    return (
+        f"no turn has more than {keep} observations before it, so nothing goes and all rows are the same (see --keep)"
+    )
 
 
 def budget_of(trajectory: Trajectory, keep: int) -> int:
@@ -321,20 +347,22 @@ def main() -> None:
     parser.add_argument("--weights", choices=("float32", "int8"), default="int8", help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("out"))
     options = parser.parse_args()
+    paths = chosen(parser, options.trajectories, options.only)
     console = Console()
     loaded = loader.load("default", weights=options.weights)
     num_pages = (loaded.config.max_positions + 2 * options.max_tokens) // 16
     engine = Engine(loaded.model, EngineConfig(num_pages, compact_tokens_per_step=0))
     scorer = Scorer(engine, loaded.tokenizer)
-    found = [t for t in load(options.trajectories, scorer, options.max_tokens) if t.name in (options.only or [t.name])]
     results: dict[str, dict[str, Scores]] = {}
-    for trajectory in found[: options.limit]:
+    for trajectory in islice(load(paths, scorer, options.max_tokens, console), options.limit):
+        if not history_of(trajectory, options.keep, repos=True):
+            console.print(f"[dim]{trajectory.name}: {nothing_goes(options.keep)}")
         begun = time.perf_counter()
         results[trajectory.name] = all_methods(trajectory, scorer, options.keep)
         took = {method: round(scores.seconds) for method, scores in results[trajectory.name].items()}
         console.print(f"[dim]{trajectory.name}: {time.perf_counter() - begun:.0f} s, of these {took}")
     if not results:
-        parser.exit(1, f"no trajectory in {options.trajectories} fits\n")
+        parser.exit(1, "there is no trajectory to score\n")
     rng = np.random.default_rng(0)
     differences = {method: difference(results, method, rng) for method in METHODS[1:]}
     show(console, results, differences)
