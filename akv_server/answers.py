@@ -50,9 +50,10 @@ def claimed_piece(
         raise _bad("there is a special token among them")
     opened = rendered.opened(i)
     # Without a parser a mark would leave no trace in the text.
-    with_calls = [False] * (not special) + [True] * bool(functions)
-    for has_calls, until in product(with_calls, dict.fromkeys([(), stops])):
-        parser = parser_of(chat.call_format, functions, many=True, is_thinking=opened.is_thinking)
+    ways = [(False, False)] * (not special) + [(True, False), (True, True)] * bool(functions)
+    for (has_calls, is_held), until in product(ways, dict.fromkeys([(), stops])):
+        is_thinking = opened.is_thinking
+        parser = parser_of(chat.call_format, functions, many=True, is_thinking=is_thinking, is_held=is_held)
         text = _read(chat, ids, until, parser if has_calls else None)
         calls = parser.calls
         if text is not None and named_as(identity_of(text, calls), identity) == identity:

@@ -47,7 +47,8 @@ Schema = dict[str, Any]
 
 MAX_CALLS = 16  # in one answer that is held to a grammar
 _MAX_GRAMMARS = 64  # kept compiled
-# Space without a bound would let a small model never come to an end.
+# Space without a bound would let a small model never come to an end. Digits have none where the schema sets none: all
+# that llguidance has for that is minimum and maximum, and they leave the digits of a fraction open.
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ON_LINES = {"whitespace_pattern": r"(\n[ ]{0,32}|[ ])?"}
 _REST = r"/(.|\n)*/"

@@ -350,16 +350,19 @@ def test_a_required_call_that_is_cut_off_leaves_no_markup(servers: dict[Style, S
         for max_tokens in (1, 7, 14, 60):
             ask = {**ASK, "tools": TOOLS[:1], "tool_choice": "required", "seed": 1, "max_tokens": max_tokens}
             more = {"akv": {"session": uuid4().hex}}
-            choice = api.chat.completions.create(**ask, extra_body=more).choices[0]
+            choice = api.chat.completions.create(**ask, extra_body={**more, "return_token_ids": True}).choices[0]
             chunks = [chunk.choices[0] for chunk in api.chat.completions.create(**ask, stream=True)]
             assert choice.finish_reason == chunks[-1].finish_reason == "length"
             assert not choice.message.content and not any(chunk.delta.content for chunk in chunks)
             num_calls.append(len(choice.message.tool_calls or []))
             assert sum(call.id is not None for c in chunks for call in c.delta.tool_calls or []) == num_calls[-1]
             if not num_calls[-1]:
-                back = [QUESTION, choice.message.model_dump(exclude_none=True), QUESTION]
-                again = api.chat.completions.create(**{**ask, "messages": back}, extra_body=more)
-                assert again.akv["warnings"] == []  # type: ignore[attr-defined]
+                answer = choice.message.model_dump(exclude_none=True)
+                claimed = {**answer, "akv": {"token_ids": choice.token_ids}}  # type: ignore[attr-defined]
+                for sent, extra in [(answer, more), (claimed, {})]:
+                    ask["messages"] = [QUESTION, sent, QUESTION]
+                    again = api.chat.completions.create(**ask, extra_body=extra)
+                    assert again.akv["warnings"] == []  # type: ignore[attr-defined]
     assert num_calls == [0, 0, 0, style != "pythonic"], "a Python call is read as a whole"
 
 
