@@ -47,6 +47,7 @@ class Compaction:
 
     owner: Edge | Lease
     num_pages: int  # that the owner lets go
+    num_new: int  # that it gets for them
     index: Array  # int64 [num_tokens]: stream indexes of the survivors, ascending
     slots: Array  # int32 [num_tokens]: where they are
     delta: Array  # int32 [num_tokens]: what their keys have to be turned by on the way
@@ -156,20 +157,32 @@ class Cache:
 
     def plan_compaction(self, max_tokens: int) -> Compaction | None:
         """The next piece of compaction, of at most `max_tokens` survivors, or None. Histories from which nothing can be
-        gained are forgotten on the way, until they change; nothing else is mutated.
+        gained are forgotten on the way, until they change, and in a full pool pages are evicted to gather into.
 
         Only pages that one history alone sees and nobody else runs on, and only if fewer pages come of them. A key is
         turned at most once in its life: one that was turned before is moved as it is, and read with its delta.
         """
         owners: list[Edge | Lease] = [*self._sparse_leases, *self.tree.sparse]
         for owner in owners:
-            if found := self.compaction_of(owner, max_tokens):
+            found = self.compaction_of(owner, max_tokens)
+            if found and found.num_new > self._room_to_gather:
+                self.tree.evict(found.num_new - self.pool.num_free)
+                is_there = isinstance(owner, Lease) or owner in self.tree.sparse
+                room = min(max_tokens, self._room_to_gather * self.page_size)
+                found = self.compaction_of(owner, room) if is_there else None
+            if found:
                 return found
             if isinstance(owner, Lease):
                 del self._sparse_leases[owner]
             else:
-                del self.tree.sparse[owner]
+                self.tree.sparse.pop(owner, None)
         return None
+
+    @property
+    def _room_to_gather(self) -> int:
+        """Pages that compaction may take: to evict any other can show a history what it did not see, and that changes
+        what may be moved."""
+        return self.pool.num_free + len(self.pool.dead)
 
     def compaction_of(self, owner: Edge | Lease, max_tokens: int) -> Compaction | None:
         """As `plan_compaction`, for one history: what a leaf sees, or what a lease holds."""
@@ -192,12 +205,9 @@ class Cache:
         ]
         chosen = np.flatnonzero(np.array(movable) & (count < self.page_size))
         chosen = chosen[np.lexsort((first[chosen], count[chosen]))]  # where most is gained for least
-        # a lease's own pages cannot be evicted to make room for it; those of a leaf could
-        to_evict = self.pool.num_evictable if isinstance(owner, Lease) else len(self.pool.dead)
-        room = (self.pool.num_free + to_evict) * self.page_size
-        chosen = chosen[np.cumsum(count[chosen]) <= min(max_tokens, room)]
-        num_tokens = int(count[chosen].sum())
-        if -(-num_tokens // self.page_size) >= len(chosen):
+        chosen = chosen[np.cumsum(count[chosen]) <= max_tokens]
+        num_new = -(-int(count[chosen].sum()) // self.page_size)
+        if num_new >= len(chosen):
             return None
         survivors = index[np.isin(page_of, pages[chosen])]
         if isinstance(owner, Lease):
@@ -209,7 +219,7 @@ class Cache:
         fresh = np.array([phase.shift(i) for i, phase in zip(survivors.tolist(), computed, strict=True)], np.int32)
         shift, was = shifts(layout, 0, n)[survivors], written[survivors]
         delta = np.where(was == fresh, shift - was, 0).astype(np.int32)
-        return Compaction(owner, len(chosen), survivors, slots[survivors], delta, was + delta)
+        return Compaction(owner, len(chosen), num_new, survivors, slots[survivors], delta, was + delta)
 
     # Mutate --------------------------------------------------------------------------------------------------------
 
@@ -330,9 +340,9 @@ class Cache:
         """Does a piece of compaction: `move` copies the survivors, then every edge and lease finds them there. The
         pages that they leave hold only what nobody sees: dead, they are the first to be evicted."""
         num_tokens, size = len(found.slots), self.page_size
-        num_new = -(-num_tokens // size)
-        self.tree.evict(max(0, num_new - self.pool.num_free))
-        fresh = self.pool.take(num_new)
+        assert found.num_new <= self._room_to_gather
+        self.tree.evict(max(0, found.num_new - self.pool.num_free))
+        fresh = self.pool.take(found.num_new)
         assert fresh is not None
         new_slots = (np.repeat(np.array(fresh, np.int32) * size, size) + np.tile(np.arange(size), len(fresh)))[
             :num_tokens
@@ -360,7 +370,7 @@ class Cache:
             self.pool.unlease(fresh)
         self.num_compactions += 1
         self.num_tokens_moved += num_tokens
-        self.num_pages_compacted += found.num_pages - num_new
+        self.num_pages_compacted += found.num_pages - found.num_new
 
     def close(self, lease: Lease) -> None:
         """Gives everything back. What was published stays in the tree until it is evicted."""

@@ -241,7 +241,7 @@ class Scheduler:
 
     def _compact(self, lease: Lease) -> bool:
         """The last resort of a request that runs alone: gathers what it holds into fewer pages. False: no fewer."""
-        found = self.cache.compaction_of(lease, max(1, self.cache.pool.num_free) * self.cache.page_size)
+        found = self.cache.compaction_of(lease, self.cache.pool.num_free * self.cache.page_size)
         if found is not None:
             self.cache.compact(found, self._move)
         return found is not None

@@ -630,22 +630,21 @@ class World:
         self.happened["evicted"] += pool.num_free > free
 
     def _compact(self) -> None:
-        """A piece of compaction, as between two steps."""
-        if self.random.random() < 0.3 and not self.cache.pool.num_free:
-            self.cache.tree.evict(2)  # there must be somewhere to gather them
-        max_tokens = self.random.randint(2, 6) * self.page_size
-        found = self.cache.plan_compaction(max_tokens)
-        if found is None:
-            self.cache.settle()
-            return
-        if any(run.pending and found.owner is run.lease for run in self.runs):
-            return  # it has slots that nothing was written to yet
-        assert 0 < len(found.slots) <= max_tokens
-        assert -(-len(found.slots) // self.page_size) < found.num_pages
-        self.cache.compact(found, self._move)
-        for edge in self.cache.tree.edges():
-            assert not set(edge.slots.tolist()) & set(found.slots.tolist()), "the tree was not told of a move"
-        self.happened["compacted"] += 1
+        """A few pieces of compaction, as between steps."""
+        for _ in range(self.random.randint(1, 5)):
+            max_tokens = self.random.randint(2, 6) * self.page_size
+            found = self.cache.plan_compaction(max_tokens)
+            if found is None:
+                self.cache.settle()
+                return
+            if any(run.pending and found.owner is run.lease for run in self.runs):
+                return  # it has slots that nothing was written to yet
+            assert 0 < len(found.slots) <= max_tokens
+            assert -(-len(found.slots) // self.page_size) == found.num_new < found.num_pages
+            self.cache.compact(found, self._move)
+            for edge in self.cache.tree.edges():
+                assert not set(edge.slots.tolist()) & set(found.slots.tolist()), "the tree was not told of a move"
+            self.happened["compacted"] += 1
 
     def _move(self, sources: Any, targets: Any, deltas: Any) -> None:
         for source, target, delta in zip(sources.tolist(), targets.tolist(), deltas.tolist(), strict=True):

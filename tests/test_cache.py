@@ -14,7 +14,7 @@ import pytest
 from akv_server import cache as cache_module
 from akv_server import ops as ops_module
 from akv_server.cache import Cache, Lease
-from akv_server.ops import Op, Timeline
+from akv_server.ops import INFINITY, Op, Timeline
 from akv_server.pool import Pool
 from tests.naive_cache import drive
 
@@ -214,7 +214,7 @@ def is_caught(ops: ModuleType, cache: ModuleType, *, worlds: range, self_check: 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutation_is_caught(mutation):
     """By what is compared from outside: the cache's own check() is not even called."""
-    assert is_caught(*mutated(*MUTATIONS[mutation]), worlds=range(16), self_check=False)
+    assert is_caught(*mutated(*MUTATIONS[mutation]), worlds=range(48), self_check=False)
 
 
 def test_the_own_check_catches_what_only_spoils_the_order_of_eviction():
@@ -471,6 +471,37 @@ def test_compaction_begins_where_most_is_gained_and_goes_on_to_the_end():
     pages = len({int(slot) // SIZE for slot in desk.open([*text, 99], *history).slots if slot >= 0})
     assert pages == 1 + 2 + 8, "with the last token's own"
     assert not desk.cache.is_sparse
+
+
+def test_compaction_in_a_full_pool_evicts_before_it_decides_what_to_move():
+    """A leaf that sees nothing of a prefix is evicted to make room; what it hid is seen again, and stays where it is."""
+
+    def crowded(num_pages: int) -> tuple[Desk, Lease]:
+        desk, prefix = Desk(num_pages, compact_above=0.4), list(range(10))
+        desk.run([*prefix, 90])
+        fork = [*prefix, *range(50, 58)]
+        desk.run(fork)
+        desk.run([*fork, *range(60, 64)], drop(0, 10, 18))  # the only leaf behind the fork, once 90 is gone
+        (last,) = (edge for edge in desk.cache.tree.edges() if edge.tokens.tolist() == [90])
+        desk.cache.tree._trim(last, INFINITY)
+        lease = desk.open([*prefix, *range(70, 75)], drop(0, 3, 10), drop(4, 7, 10))  # sees 3, 7, 8 and 9 of it
+        desk.compute(lease, (10, 15))
+        desk.cache.publish(lease, 15)
+        desk.cache.release(lease, lease.num_phases)
+        return desk, lease
+
+    desk, _ = crowded(32)
+    desk, lease = crowded(32 - desk.cache.pool.num_free)
+    pool = desk.cache.pool
+    assert (pool.num_free, len(pool.dead), pool.num_evictable > 0) == (0, 0, True)
+    while (found := desk.cache.plan_compaction(64)) is not None:
+        desk.cache.compact(found, desk.move)
+        desk.cache.check()
+    held = np.flatnonzero(lease.slots[:15] >= 0).tolist()
+    assert [desk.kv[slot] for slot in lease.slots[held].tolist()] == lease.tokens[held].tolist()
+    desk.cache.close(lease)
+    desk.cache.evict_all()
+    assert desk.cache.pool.num_free == desk.cache.pool.num_pages
 
 
 def test_the_pool_counts_its_holders():
