@@ -80,6 +80,16 @@ class Cache:
         if tier is not None:
             self.tree.on_loss = self._keep
 
+    def reset(self) -> None:
+        """Forgets all, in whatever state it is; leases that are out count for nothing. Counters stay."""
+        before = self.tree
+        self.pool = Pool(self.pool.num_pages, self.page_size)
+        self.tree = RadixTree(self.pool, before.sparse_above)
+        self.tree.num_evicted_pages, self.tree.num_edges_walked = before.num_evicted_pages, before.num_edges_walked
+        self.tree.on_loss = before.on_loss
+        self._leases.clear()
+        self._sparse_leases.clear()
+
     # Decide --------------------------------------------------------------------------------------------------------
 
     def plan(

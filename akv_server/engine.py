@@ -238,8 +238,7 @@ class Engine:
             except Exception:  # a fault of ours: whoever waits must hear of it, and the next request gets its chance
                 log.exception("a step could not be decided or committed")
                 with self._lock:
-                    self.scheduler.fail_all(AkvError("internal_error", "the engine failed on a step"))
-                    self.cache.settle()  # whatever compaction it failed on
+                    self.scheduler.start_over(AkvError("internal_error", "the engine failed on a step"))
 
     @property
     def _may_compact(self) -> bool:

@@ -148,6 +148,21 @@ class Scheduler:
         for running in list(self.running):
             self.fail(running, error)
 
+    def start_over(self, error: AkvError) -> None:
+        """After a fault of ours: ends every request with an error and empties the cache, which may have been left half
+        changed. Counters stay."""
+        ended = [(w.request, w.outcome or Outcome("", None, [], 0, 0, 0, [])) for w in self.waiting]
+        ended += [(r.request, r.outcome) for r in self.running if not r.outcome.finish_reason]
+        self.waiting.clear()
+        self.running.clear()
+        self.cache.reset()
+        for request, outcome in ended:
+            outcome.finish_reason, outcome.error = "error", error
+            try:
+                request.on_done(outcome)
+            except Exception:  # one client that cannot be told keeps nobody else from it
+                log.exception("a listener failed on the end of request %s", request.request_id)
+
     def _drop(self, waiting: Waiting, reason: str, error: AkvError | None = None) -> None:
         """Ends a request that waits."""
         self.waiting.remove(waiting)

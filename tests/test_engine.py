@@ -536,3 +536,49 @@ def test_a_fragmented_request_alone_is_compacted_before_it_is_refused(model, tru
         n = len(tokens)
         history += (Op("drop", n, n - 190, n - 10, repos=True),)
     assert engine.stats()["compactions"] > 0
+
+
+@pytest.mark.parametrize("broken", ["publish", "close", "plan_compaction"])
+def test_a_fault_between_steps_ends_what_runs_and_nothing_else(model, truth, broken, monkeypatch):
+    """Whatever state it leaves the cache in: the engine's thread goes on with an empty one, and counters stay."""
+    engine = Engine(model, EngineConfig(num_pages=32))
+    long, late = some_tokens(100), some_tokens(90, seed=1)
+    run(engine, Client(long, max_tokens=4))
+    before = engine.stats()
+
+    def fault(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    engine.start()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.cache, broken, fault)
+            patch.setattr(type(engine.cache), "is_sparse", True)  # so that compaction has its turn
+            failed = [Client(long, max_tokens=8), Client(late, max_tokens=200)]
+            for client in failed:
+                engine.submit(client.request())
+            wait_for(lambda: all(client.outcome for client in failed))
+        ends = [(c.outcome.finish_reason, c.outcome.error and c.outcome.error.code) for c in failed]
+        assert ("error", "internal_error") in ends
+        assert set(ends) <= {("error", "internal_error"), ("length", None)}  # who had its answer keeps it
+        again = Client(long, max_tokens=8)
+        engine.submit(again.request())
+        wait_for(lambda: again.outcome is not None and idle_now(engine))
+    finally:
+        engine.stop()
+    assert_right(again, truth)
+    engine.check()
+    after = engine.stats()
+    assert after["pages_free"] + after["pages_evictable"] == 32
+    assert all(after[name] >= before[name] for name in before if name.startswith("tokens_"))
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came of it"
+        time.sleep(0.005)
+
+
+def idle_now(engine):
+    return not engine.stats()["running"]
