@@ -252,8 +252,8 @@ def restore(stream: Stream, spans: Sequence[NamedSpan], *, repos: bool) -> Edite
                 error.message += "; with repos, what follows makes room"
             raise
     layout, ops = stream.layout, list[tuple[str, Op]]()
-    for span in spans:
-        for start, end in _dropped_in(layout, span.start, span.end):
+    for span in sorted(spans, key=lambda span: span.start, reverse=True):  # from the end, where little follows to move
+        for start, end in reversed(_dropped_in(layout, span.start, span.end)):
             for op in _bring_back(layout, start, end):
                 layout, _ = layout.apply(op)
                 ops.append((span.param, op))
