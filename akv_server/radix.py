@@ -380,7 +380,6 @@ class RadixTree:
         upper.tokens, lower.tokens = lower.tokens[:at], lower.tokens[at:]
         upper.slots, lower.slots = lower.slots[:at].copy(), lower.slots[at:].copy()
         upper.written, lower.written = lower.written[:at].copy(), lower.written[at:].copy()
-        upper.last_use = lower.last_use
         parent.children[upper.key] = upper
         upper.place, lower.place = lower.place, None
         if upper.place is not None and self._places.get(upper.place) is lower:
