@@ -27,15 +27,22 @@ class AkvError(Exception):
         code: one of `STATUS_OF_CODE`; stable, for programs.
         message: one sentence, for people; says what was wrong and what would be right.
         param: the field at fault, as the caller named it (`spans[2]`, `messages[0].content`).
-        retry_after_s: when it is worth trying again (`out_of_pages`, `session_busy`).
+        retry_after_s: when it is worth trying again (`out_of_pages`, `session_busy`, a full disk).
+        status: of the HTTP reply, where it is not the code's own.
     """
 
     def __init__(
-        self, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        status: int | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
-        self.status = STATUS_OF_CODE[code]
+        self.status = status or STATUS_OF_CODE[code]
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s

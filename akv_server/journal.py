@@ -34,10 +34,10 @@ from akv_server.streams import Message, Stream, num_common
 log = logging.getLogger("akv")
 
 APPLICATION_ID = 0x414B5653  # "AKVS"
-SCHEMA = 1
+SCHEMA = 2
 _TOKENS, _MESSAGES, _OPS, _KEYS = range(4)
 _TABLES = """
-    CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+    CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum INTEGER NOT NULL) WITHOUT ROWID;
     CREATE TABLE sessions (
         id INTEGER PRIMARY KEY, tenant TEXT NOT NULL, name TEXT NOT NULL, used_s REAL NOT NULL, data BLOB NOT NULL,
         sum INTEGER NOT NULL, UNIQUE (tenant, name)
@@ -93,6 +93,7 @@ class Journal:
         self._known: dict[Key, Saved] = {}  # as the file has it
         self._staged: dict[Key, Saved | None] = {}  # by the transaction under way
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._logged: set[str] = set()  # why the disk failed, said once each
         try:
             self.path.touch(mode=0o600)  # it holds what people said
             self._db = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
@@ -107,13 +108,15 @@ class Journal:
         self._thread.start()
 
     def bind(self, fingerprint: str, model: str) -> None:
-        """Ties a new file to a model; refuses one that belongs to another."""
+        """Ties a new file to a model; refuses one that belongs to another, or has sessions of nobody knows which."""
 
         def bind() -> None:
             row = self._db.execute("SELECT value FROM meta WHERE key = 'model'").fetchone()
             if row is None:
+                if self._db.execute("SELECT 1 FROM sessions").fetchone():
+                    raise self._damaged("it has sessions, but does not say of which model")
                 value = json.dumps({"fingerprint": fingerprint, "name": model})
-                self._db.execute("INSERT INTO meta VALUES ('model', ?)", (value,))
+                self._db.execute("INSERT INTO meta VALUES ('model', ?, ?)", (value, _sum("model", value)))
             elif (other := json.loads(row[0]))["fingerprint"] != fingerprint:
                 raise self._refused(f"it belongs to another model, {other['name']!r}; this one is {model!r}")
 
@@ -172,6 +175,9 @@ class Journal:
 
     def _verify(self) -> None:
         """Every row against its checksum, and every session against what it says that it has."""
+        for key, value, total in self._db.execute("SELECT * FROM meta"):
+            if total != _sum(key, value):
+                raise self._damaged(f"the row of its {key}")
         counts: dict[tuple[int, int], int] = {}
         for session, kind, start, data, total in self._db.execute("SELECT * FROM parts"):
             where = counts.get((session, kind), 0)
@@ -222,8 +228,7 @@ class Journal:
         except AkvError as refused:
             error = refused
         except Exception as failed:
-            log.exception("the state file %s could not be written", self.path)
-            error = AkvError("internal_error", f"the session could not be written to the state file: {_reason(failed)}")
+            error = self._failure(failed)
         if error is not None:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -244,6 +249,18 @@ class Journal:
                 future.set_exception(error)
             else:
                 future.set_result(results[i])
+
+    def _failure(self, error: Exception) -> AkvError:
+        """What whoever asked is told. A disk that fails may do so for long and at every request: it is logged once."""
+        reason = _reason(error)
+        message = f"the state file could not be read or written: {reason}"
+        if not isinstance(error, sqlite3.OperationalError):
+            log.exception("the state file %s could not be read or written", self.path)
+            return AkvError("internal_error", message)
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log.error("the state file %s could not be read or written: %s", self.path, reason)
+        return AkvError("internal_error", message, status=503, retry_after_s=_RETRY_AFTER_S)
 
     # What a job does -----------------------------------------------------------------------------------------------
 
@@ -327,6 +344,7 @@ class Journal:
 
 
 _SHORT_RUN = 1024  # tokens
+_RETRY_AFTER_S = 10  # somebody has to make room on the disk
 
 
 def _lists(saved: Saved) -> list[Sequence[Any]]:

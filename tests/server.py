@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from akv_server import loader, serving
 from akv_server.completions import Completions
 from akv_server.engine import Engine
+from akv_server.journal import Journal
 from akv_server.loader import LoadedModel
 from tests.models import tiny_model
 
@@ -50,11 +51,12 @@ def serving_model(
     *,
     pool_tokens: int = 4096,
     api_keys: Sequence[tuple[str, str]] = (),
+    journal: Journal | None = None,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> Iterator[Server]:
     """Serves a loaded model until the block ends. `around` may put something between the network and the server."""
     listener = serving.listen("127.0.0.1", 0)
-    with listener, serving.running(loaded, pool_tokens=pool_tokens, max_running=16) as service:
+    with listener, serving.running(loaded, pool_tokens=pool_tokens, max_running=16, journal=journal) as service:
         server = serving.make_server(service, api_keys)
         server.config.app = around(server.config.app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn", daemon=True)

@@ -20,7 +20,7 @@ import pytest
 
 import akv_sdk
 from akv_sdk import types
-from akv_server import cli, serving
+from akv_server import cli, loader, serving
 from akv_server.blocks import Block
 from akv_server.errors import AkvError
 from akv_server.journal import Done, Journal, Saved
@@ -196,6 +196,32 @@ def test_foreign_files_are_refused(path: Path, tmp_path: Path) -> None:
     assert oct((tmp_path / "state").stat().st_mode & 0o777) == "0o600"
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("DELETE FROM meta", "it has sessions, but does not say of which model"),
+        ("UPDATE meta SET value = '{'", "the row of its model"),
+        ("UPDATE meta SET value = replace(value, 'f1', 'f2')", "the row of its model"),
+        ("UPDATE meta SET key = 'modal'", "the row of its modal"),
+    ],
+)
+def test_sessions_are_of_the_model_that_the_file_names(path: Path, change: str, reason: str) -> None:
+    """No model gets the sessions of one that is not named any more; without sessions there is nothing to protect."""
+    full(path)
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute(change).rowcount == 1
+        db.commit()
+    for _ in range(2):
+        with pytest.raises(AkvError) as caught, closing(Journal(path)) as journal:
+            journal.bind("f2", "two")
+        assert f"it is damaged ({reason})" in caught.value.message
+    path.unlink()
+    with closing(Journal(path)):
+        pass
+    with closing(Journal(path)) as journal:
+        journal.bind("f2", "two")
+
+
 def test_the_command_refuses_before_it_loads_anything(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text("not a state file" * 100)
     assert cli.main(["serve", "--model", "no-such-model", "--port", "0", "--state", str(path)]) == 1
@@ -207,8 +233,10 @@ def test_the_commands_options_arrive(
 ) -> None:
     services: list[Any] = []
     monkeypatch.setattr(serving, "serve", lambda listener, service, api_keys: services.append(service))
-    options = ["--model", str(tiny_model(tmp_path)), "--weights", "float32", "--port", "0", "--pool-tokens", "64"]
+    model = str(tiny_model(tmp_path))
+    options = ["--model", model, "--weights", "float32", "--port", "0", "--pool-tokens", "64"]
     with closing(Journal(path)) as journal:
+        journal.bind(loader.load(model, weights="float32").fingerprint, "tiny")
         journal.save("", "s", Saved("", Stream([1])), time.time())
     for more, limits in [([], (DAY_S, MAX_SESSIONS)), (["--session-ttl", "7", "--max-sessions", "5"], (7, 5))]:
         assert cli.main(["serve", *options, "--state", str(path), *more]) == 0
@@ -487,6 +515,32 @@ def test_a_key_over_http(loaded: LoadedModel) -> None:
         for key, status in [("k" * 201, 400), ("k", 400)]:
             reply = client.post("/v1/cache/repos", json={**body, "delta": 1}, headers={"Idempotency-Key": key})
             assert (reply.status_code, reply.json()["error"]["param"]) == (status, "Idempotency-Key")
+
+
+def test_a_full_disk_puts_off_and_is_logged_once(
+    loaded: LoadedModel, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What could not be written is not done, is refused as one to be tried again, and is done once there is room."""
+
+    def limit(num_pages: int) -> None:
+        journal._submit(lambda: journal._db.execute(f"PRAGMA max_page_count = {num_pages}").fetchone()).result()
+
+    message = "the state file could not be read or written: database or disk is full"
+    body = {"prompt": [5] * 1500, "max_tokens": 1, "akv": {"session": "s"}}
+    with closing(Journal(path)) as journal, serving_model(loaded, journal=journal) as server, server.client() as client:
+        assert client.post("/v1/completions", json=body).status_code == 200
+        limit(1)  # no more than it has
+        for route in ("/v1/cache/sessions/s/fork", "/v1/completions"):
+            reply = client.post(route, json={"session": "t"} if "fork" in route else {**body, "akv": {"session": "t"}})
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
+            assert (reply.json()["error"]["code"], reply.json()["error"]["message"]) == ("internal_error", message)
+        with akv_sdk.Client(server.url, max_retries=0) as sdk, pytest.raises(akv_sdk.InternalError) as caught:
+            sdk.fork("s", "u")
+        assert (caught.value.status, caught.value.retry_after_s) == (503, 10)
+        limit(2**30)
+        assert client.post("/v1/cache/sessions/s/fork", json={"session": "u"}).status_code == 200
+    logged = [(record.getMessage(), record.exc_info) for record in caplog.records if record.name == "akv"]
+    assert logged == [(message.replace("file", f"file {path}"), None)]
 
 
 def test_the_sdk_makes_an_expired_session_anew(loaded: LoadedModel) -> None:
