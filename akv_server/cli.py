@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     tier = serve.add_mutually_exclusive_group()
     tier.add_argument("--kv-disk", type=Path, metavar="PATH", help="file for evicted KV, which outlives the server")
     tier.add_argument("--kv-host-gb", type=_gigabytes, metavar="N", help="keep evicted KV in host memory, up to N GB")
-    add("--kv-disk-gb", type=_gigabytes, default=10 * 10**9, metavar="N", help="limit of that file (default: 10)")
+    add("--kv-disk-gb", type=_gigabytes, metavar="N", help="limit of the file of --kv-disk (default: 10)")
     add("--state", metavar="PATH", help="file that sessions are kept in, to outlive the server (default: in memory)")
     add(
         "--session-ttl",
@@ -113,6 +113,10 @@ def _serve(options: argparse.Namespace) -> int:
             known = ", ".join(tenants) or "none"
             print(f"akv: --auto-drop {name}: no tenant of --api-key has this name ({known})", file=sys.stderr)
             return 2
+    if options.kv_disk_gb and not options.kv_disk:
+        print("akv: --kv-disk-gb is the limit of a file: it needs --kv-disk PATH", file=sys.stderr)
+        return 2
+    disk_bytes = options.kv_disk_gb or 10 * 10**9
     from akv_server import serving
 
     try:  # before anything is loaded: a taken port should not cost a minute
@@ -136,7 +140,7 @@ def _serve(options: argparse.Namespace) -> int:
             loaded,
             pool_tokens=pool_tokens,
             max_running=options.max_running,
-            kv_disk=(options.kv_disk, options.kv_disk_gb) if options.kv_disk else None,
+            kv_disk=(options.kv_disk, disk_bytes) if options.kv_disk else None,
             kv_host_bytes=options.kv_host_gb or 0,
             journal=journal,
             session_ttl_s=options.session_ttl,
@@ -151,7 +155,7 @@ def _serve(options: argparse.Namespace) -> int:
             )
             if options.kv_disk:
                 num_tokens = service.engine.stats()["tier_blocks"] * serving.PAGE_SIZE
-                print(f"evicted  {options.kv_disk}, up to {options.kv_disk_gb / 1e9:g} GB, {num_tokens} tokens in it")
+                print(f"evicted  {options.kv_disk}, up to {disk_bytes / 1e9:g} GB, {num_tokens} tokens in it")
             elif options.kv_host_gb:
                 print(f"evicted  host memory, up to {options.kv_host_gb / 1e9:g} GB")
             if options.state:
@@ -188,7 +192,7 @@ def _gigabytes(text: str) -> int:
         number = float(text)
     except ValueError:
         number = 0
-    if not 0 < number < 10**6:
+    if not 1e-9 <= number < 10**6:  # a byte
         raise argparse.ArgumentTypeError(f"{text!r} is no number of gigabytes")
     return int(number * 1e9)
 

@@ -62,7 +62,7 @@ class Engine:
     """Runs requests on one model. `start()` makes a thread that does so; without it, `step()` does one step."""
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
-        """Raises AkvError `invalid_request` where the file for evicted KV cannot be used."""
+        """Raises AkvError `invalid_request` where the file for evicted KV cannot be used, or not one block has room."""
         assert config.compact_tokens_per_step == 0 or config.compact_tokens_per_step >= 2 * config.page_size
         assert config.load_tokens_per_step >= config.page_size
         self.model = model

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from akv_server.errors import AkvError
+from akv_server.errors import AkvError, invalid
 from akv_server.kv import KV
 
 log = logging.getLogger("akv")
@@ -112,6 +112,9 @@ class Memory(Storage):
     bytes_per_s = MEMORY_BYTES_PER_S
 
     def __init__(self, num_bytes: int, block_bytes: int) -> None:
+        """Raises AkvError `invalid_request` where not one block has room."""
+        if num_bytes < block_bytes:
+            raise invalid("kv_host_gb", f"{num_bytes} bytes do not hold one block of {block_bytes}")
         self._max_blocks = num_bytes // block_bytes
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
         self._lock = threading.Lock()
@@ -123,7 +126,7 @@ class Memory(Storage):
         return key in self._blocks
 
     def has_room(self) -> bool:
-        return self._max_blocks > 0
+        return True
 
     def put(self, key: bytes, block: Block) -> None:
         with self._lock:
@@ -169,7 +172,7 @@ class File(Storage):
         self._record_bytes = _RECORD.size + _DIGEST_BYTES + self._body_bytes
         num_records = (num_bytes - _HEAD_BYTES) // self._record_bytes
         if num_records < 1:
-            raise _unusable(path, f"{num_bytes} bytes do not hold one block of {self._record_bytes}")
+            raise _unusable(path, f"{num_bytes} bytes (kv_disk_gb) do not hold one block of {self._record_bytes}")
         shape = f"{self._dtype} {self._shape} {sys.byteorder}".encode()
         self._secret = hashlib.blake2b(fingerprint + shape, digest_size=32).digest()
         self._lock = threading.Condition()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from akv_server import files, loader, tier
+from akv_server import cli, files, loader, tier
 from akv_server.engine import Engine, EngineConfig
 from akv_server.errors import AkvError
 from akv_server.kv import KV
@@ -359,9 +359,27 @@ def test_a_file_that_is_none_of_ours_is_left_alone(model, opened, tmp_path):
     assert opened.disk.read_text() == "my thesis"
     with pytest.raises(AkvError, match="cannot keep KV in"):
         Opener(tmp_path / "nowhere")(model)
-    opened.disk.unlink()
-    with pytest.raises(AkvError, match="do not hold one block"):
-        opened(model, size=5000)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("disk", "kv_disk_gb"), ("host", "kv_host_gb")])
+def test_a_limit_of_no_block_is_refused_by_name(model, opened, kind, name):
+    with pytest.raises(AkvError, match=rf"{name}.* not hold one block") as caught:
+        opened(model, size=5000, kind=kind)
+    assert caught.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize("more", [[], ["--kv-host-gb", "1"]])
+def test_the_limit_of_a_file_needs_the_file(more, capsys):
+    assert cli.main(["serve", "--model", "/nowhere", "--kv-disk-gb", "1", *more]) == 2
+    assert "akv: --kv-disk-gb is the limit of a file: it needs --kv-disk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--kv-disk-gb", "--kv-host-gb"])
+def test_less_than_a_byte_is_no_limit(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--model", "/nowhere", option, "1e-10"])
+    assert ended.value.code == 2
+    assert f"argument {option}: '1e-10' is no number of gigabytes" in capsys.readouterr().err
 
 
 def test_another_version_and_another_shape_are_begun_anew(model, opened, left, monkeypatch):
