@@ -149,6 +149,18 @@ _PLAIN: dict[str, tuple[str, str, str]] = {
 }
 
 
+_ABOUT_QUERIES = (
+    "Tokens found in the cache or computed to go on from: those of prompts, but for what is gone and nobody sees, and, "
+    "once more, prompts and generated tokens that are computed again after a preemption."
+)
+_ABOUT_SOURCES = (
+    "The tokens of akv_prefix_cache_queries_total by where they came from: computed by this session before, shared "
+    "with another, in the host tier, computed for the first time, or replayed. What is computed again after a "
+    "preemption, prompts and generated tokens, is replayed, so the sources need not add up to "
+    "akv_prompt_tokens_total."
+)
+
+
 def exposition(stats: CacheStats, requests: RequestMetrics, model: str) -> str:
     """The text that `GET /metrics` answers: every family with its help and type, every sample with the model's name."""
     lines: list[str] = []
@@ -164,7 +176,7 @@ def _of_stats(stats: CacheStats) -> Iterator[Family]:
     in_use = (stats.pages_used - stats.pages_evictable) / stats.pages_total
     yield _single("kv_cache_usage_perc", "gauge", "Part of the pages that running requests hold, 0 to 1.", in_use)
     queries = stats.tokens_cached + stats.tokens_prefilled + stats.tokens_replayed
-    yield _single("prefix_cache_queries_total", "counter", "Prompt tokens looked for in the cache.", queries)
+    yield _single("prefix_cache_queries_total", "counter", _ABOUT_QUERIES, queries)
     sources = {
         "session": stats.tokens_cached_session,
         "shared": stats.tokens_cached_shared,
@@ -175,7 +187,7 @@ def _of_stats(stats: CacheStats) -> Iterator[Family]:
     yield (
         "prompt_tokens_by_source_total",
         "counter",
-        "Prompt tokens: computed by this session before, shared with another, in the host tier, or to be computed.",
+        _ABOUT_SOURCES,
         _labelled("source", sources.items()),
     )
     tenths = ((f"{i / 10:.1f}-{(i + 1) / 10:.1f}", n) for i, n in enumerate(stats.fragmentation))

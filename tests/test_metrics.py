@@ -217,6 +217,30 @@ def test_hits_say_who_had_computed_it(server: Server) -> None:
         assert value(families, "sessions") == 2
 
 
+def test_what_is_computed_again_after_a_preemption_is_replayed_and_no_prompt(loaded: LoadedModel) -> None:
+    """And the help of the families that count it says so."""
+    engine = Engine(loaded.model, EngineConfig(10, max_step_tokens=64))
+    clients = [tier.Client(tier.some_tokens(60, seed=seed), max_tokens=40) for seed in range(3)]
+    tier.run(engine, *clients)
+    requests = RequestMetrics()
+    for client in clients:
+        assert client.outcome
+        Watch(requests, 0).on_done(client.outcome)
+    text = exposition(stats(**engine.stats()), requests, "m")
+    families = parse(text)
+    assert value(families, "num_preemptions_total") > 0
+    assert value(families, "prompt_tokens_total") == source(families, "computed") == 3 * 60
+    replayed = source(families, "replayed")
+    assert replayed > 60, "a prompt, and what had been generated behind it"
+    queries = sum(source(families, name) for name in ("session", "shared", "tier", "computed", "replayed"))
+    assert value(families, "prefix_cache_queries_total") == queries == 3 * 60 + replayed
+    for name in ("prefix_cache_queries_total", "prompt_tokens_by_source_total"):
+        about = re.search(f"# HELP akv_{name} (.*)", text)
+        assert about
+        assert "again after a preemption" in about[1]
+        assert "prompts and generated tokens" in about[1]
+
+
 def test_what_the_host_tier_has_is_a_hit_of_its_own(loaded: LoadedModel) -> None:
     """300 tokens, 100 of them invisible by now: what is seen comes back from the tier but for the last half page."""
     engine = tier.always_loading(Engine(loaded.model, EngineConfig(24, max_step_tokens=64, host_bytes=2**22)))
