@@ -18,11 +18,10 @@ from typing import Any
 import torch
 import triton.testing
 
-from akv_server import engine, files
-from akv_server.errors import AkvError
+from akv_server import engine
 from akv_server.graphs import DecodeGraphs
-from tests import interpreter_rounding, triton_cases
-from tests.perf import bench, gpu, gpu_attention
+from tests import clients, interpreter_rounding, models, triton_cases, truth
+from tests.perf import gpu, gpu_attention, runs
 
 
 def do_bench(function: Callable[[], Any], warmup: int, rep: int, return_mode: str) -> float:
@@ -45,10 +44,6 @@ class Engine(engine.Engine):
         pages = self.kv.k_pages, self.kv.v_pages
         self.graphs = DecodeGraphs(model, *pages, capture_again, max_rows=config.max_running)
         self.forward = self.graphs.forward
-
-
-def no_default_model(name: str) -> files.ModelFiles:
-    raise AkvError("model_not_found", f"{name} cannot be had")
 
 
 def stand_in_for_cuda() -> None:
@@ -80,10 +75,10 @@ def make_small() -> None:
     sizes = {"num_layers": 1, "head_dim": 16, "rotary_dim": 16, "vocab_size": 40_000, "max_positions": 8192}
     gpu.LARGE = replace(gpu.LARGE, **widths, **sizes)
     gpu.Engine = Engine
-    files.resolve = no_default_model
     gpu.decode_times = partial(gpu.decode_times, sizes=(1, 3), stream=100, gap=5, steps=3)
-    bench.STREAM, bench.DROP = 400, (100, 350)
+    runs.STREAM, runs.DROP = 400, (100, 350)
     triton_cases.CHECKS = {"sample": None}
+    assert clients and models and truth  # what the checks of the engine import
 
 
 if __name__ == "__main__":

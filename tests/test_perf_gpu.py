@@ -16,6 +16,13 @@ import torch
 from tests.perf import gpu, gpu_attention
 
 ROOT = Path(__file__).resolve().parents[1]
+# What a Python that was set up for GPUs, and not for AKV, does not have: `make gpu` takes it as it is.
+ABSENT = ("akv_bench", "akv_sdk", "pydantic", "fastapi", "httpx", "gguf", "llguidance")
+DRY_RUN = f"""
+import runpy, sys
+sys.modules |= dict.fromkeys({ABSENT})
+runpy.run_module("tests.gpu_dry_run", run_name="__main__", alter_sys=True)
+"""
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (Linux on x86-64 only)")
 
 
@@ -87,7 +94,7 @@ def test_a_stage_that_fails_takes_nothing_from_the_others(monkeypatch, tmp_path,
 
 @needs_triton
 def test_every_stage_runs(tmp_path):
-    command = [sys.executable, "-m", "tests.gpu_dry_run", str(tmp_path)]
+    command = [sys.executable, "-c", DRY_RUN, str(tmp_path)]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -38,6 +38,7 @@ from akv_server.sampler import SamplingParams
 from akv_server.weights import shapes_of
 from tests.perf import gpu_attention
 from tests.perf.gpu_attention import DEVICE, MAX_ERROR
+from tests.perf.runs import drop_against_none
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path("out/gpu.json")
@@ -138,7 +139,9 @@ def random_model(config: ModelConfig) -> Model:
 
 def models() -> Iterator[Model]:
     """The default model, where its files can be had and read; and a large one, where there is memory."""
-    if importlib.util.find_spec("gguf") is not None:
+    if importlib.util.find_spec("gguf") is None:
+        print("without the default model: gguf is not installed")
+    else:
         try:
             yield loader.load_model(files.resolve("default"), weights_as="bfloat16", device=DEVICE)
         except AkvError as error:
@@ -150,8 +153,6 @@ def models() -> Iterator[Model]:
 def engine_times() -> list[dict[str, Any]]:
     """The engine in bfloat16: decode with and without graphs; the first token after a drop, without one, and prefilled
     again."""
-    from tests.perf.bench import drop_against_none
-
     results = []
     for model in models():
         engine = Engine(model, EngineConfig(num_pages=6144))
