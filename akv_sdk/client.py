@@ -217,7 +217,7 @@ class Client:
         blocks: Iterable[str] | None = None,
         repos: types.Repos = True,
     ) -> types.LayoutReply:
-        """Makes dropped tokens visible again; with `repos` what follows moves away by as much as their gap was closed."""
+        """Makes dropped tokens visible again; with `repos` what follows moves away by as much as the gap was closed."""
         return self._send(_wire.restore(session, spans=spans, blocks=blocks, repos=repos))
 
     def repos(self, session: str, start: int, end: int | None, delta: int) -> types.LayoutReply:
