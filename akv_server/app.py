@@ -246,6 +246,7 @@ class CompletionResponse(Response):
 
         async def put(event: str, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": event.encode(), "more_body": more})
+            await asyncio.sleep(0)  # to hear of a client that has left, and end, before the next one
 
         try:
             async with self._service.run(self._tenant, self._header_session, self._fields) as completion:
