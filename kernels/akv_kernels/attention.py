@@ -221,7 +221,8 @@ def segment_batch_kernel(
             score = tl.where(visible, score, float("-inf"))
 
             if page_mass is not None:
-                p = tl.exp2(score * score_scale - row_lse[:, None])
+                # A row that sees nothing has no sum to divide by: -inf minus -inf.
+                p = tl.where(visible, tl.exp2(score * score_scale - row_lse[:, None]), 0.0)
                 entry = tl.load(seq_pages + seq) + slot // PAGE_SIZE
                 tl.atomic_add(page_mass + entry, tl.sum(p, 0), mask=ok, sem="relaxed")
             else:
