@@ -42,7 +42,7 @@ NARROW_CASES = (
     "interleaved_partial",
     "nine_heads",
 )
-MUTATED = "prefill_across_segments"  # the case that every mutation has to fail
+MUTATED = "prefill_across_segments"  # the case that every mutation has to fail, but for those of MUTATED_ELSEWHERE
 
 
 def short(dtype: torch.dtype) -> str:
@@ -90,6 +90,13 @@ def check_page_mass(device: str) -> Iterator[Check]:
             abs(float(mass.sum() - len(mass)) / out[..., 0].numel() - 1),
             bound,
         )
+    case = make_attention_case("one row is blind", rows=(2,), segments=(2,), garbage=0.0)
+    plan = testing.replace(case.plan, row_index=torch.tensor([-1, *case.plan.row_index[1:]], dtype=torch.int32))
+    wanted, mass = (torch.zeros(len(plan.page_table)) for _ in range(2))
+    case.run(reference, plan=plan, page_mass=wanted)
+    mass = mass.to(device)
+    case.to(device).run(gpu, plan=plan.to(device), page_mass=mass)
+    yield "beside_a_blind_row", relative_error(mass.cpu(), wanted.double()), error_bound(case)
 
 
 def check_placement(device: str) -> Iterator[Check]:
@@ -132,13 +139,15 @@ def check_splits(device: str) -> Iterator[Check]:
 
 def check_mutations(device: str) -> Iterator[Check]:
     """Wrong plans and wrong kernels against the same case and bound as the right ones: each has to miss it."""
-    (case,) = (case.to(device) for case in testing.attention_cases() if case.name == MUTATED)
+    cases = {case.name: case.to(device) for case in testing.attention_cases()}
+    case = cases[MUTATED]
     for name, plan in testing.mutations(case).items():
         error = relative_error(case.run(gpu, plan=plan), case.truth)
         yield f"plan/{name}", -error, -error_bound(case)
     for name, (old, new) in SOURCE_MUTATIONS.items():
+        case = cases[MUTATED_ELSEWHERE.get(name, MUTATED)]
         with mutated_attention(old, new) as module:
-            error = relative_error(case.run(module), case.truth)
+            error = relative_error(case.run(module, out=torch.zeros_like(case.q)), case.truth)
             yield f"kernel/{name}", -error, -error_bound(case)
 
 
@@ -165,6 +174,12 @@ SOURCE_MUTATIONS = {  # name -> (text of attention.py, what a slip would make of
         "        stop = tl.minimum(end - passed, seen)",
         "        stop = tl.minimum(end - passed, seen) + 1",
     ),
+    "segments_counted_within_a_block": ("        counted += tl.sum(seen)\n", "        counted += 0\n"),
+    "sequences_of_the_first_block": ("range(0, num_seqs, SEGMENT_BLOCK)", "range(0, 1, SEGMENT_BLOCK)"),
+}
+MUTATED_ELSEWHERE = {
+    "segments_counted_within_a_block": "over_64_segments",
+    "sequences_of_the_first_block": "over_64_sequences",
 }
 
 

@@ -233,6 +233,7 @@ def make_attention_case(
 
 def attention_cases(dtype: torch.dtype = torch.float32, **common: Any) -> list[AttentionCase]:
     """The cases every backend has to pass. `common` overrides, for example kv_dtype or garbage."""
+    one_group = {"num_q_heads": 2, "num_kv_heads": 1}
     shapes: dict[str, dict[str, Any]] = {
         "mixed": {},
         "one_segment_decode": {"rows": (1,), "segments": (1,)},
@@ -250,6 +251,9 @@ def attention_cases(dtype: torch.dtype = torch.float32, **common: Any) -> list[A
         "interleaved_partial": {"head_dim": 128, "rotary_dim": 64, "interleaved": True, "num_q_heads": 2},
         "nine_heads": {"num_q_heads": 9, "num_kv_heads": 3, "rows": (12, 1), "segments": (3, 6)},
         "long_context": {"rows": (2, 1), "segments": (3, 1), "max_length": 600, "num_q_heads": 3, "num_kv_heads": 1},
+        # more than the Triton kernel looks through at once
+        "over_64_segments": {"rows": (1, 3), "segments": (150, 90), "max_length": 3, **one_group},
+        "over_64_sequences": {"rows": (2,) * 70, "segments": (1,) * 70, "max_length": 4, **one_group},
     }
     return [
         make_attention_case(name, seed=seed, dtype=dtype, **{**shape, **common})
