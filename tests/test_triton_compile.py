@@ -190,6 +190,19 @@ def test_neighbour(name: str, target: str) -> None:
     assert built.writes == outputs
 
 
+@pytest.mark.parametrize(("target", "kv_dtype"), [("sm_90", "fp8e4nv"), ("sm_80", "fp8e5"), ("gfx942", "fp8e4nv")])
+@pytest.mark.parametrize("name", ["repos_pages", "rope_and_write"])
+def test_float8_pages(name: str, target: str, kv_dtype: str) -> None:
+    kernel, types, constants, outputs = OTHERS[name]
+    types = types | dict.fromkeys(("k_pages", "v_pages"), "*" + kv_dtype)
+    if name == "rope_and_write":
+        types |= {"k_scale": "*fp32", "v_scale": "*fp32"}
+        constants = {key: value for key, value in constants.items() if key not in types}
+    built = compile_kernel(kernel, target, types, constants)
+    assert built.spills == 0, built
+    assert built.writes == outputs
+
+
 def test_spills_are_seen() -> None:
     """The check can fail: one warp cannot hold a row of 16,384."""
     kernel, types, _, _ = OTHERS["rms_norm"]

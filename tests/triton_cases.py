@@ -64,14 +64,20 @@ def check_float8(device: str) -> Iterator[Check]:
         for how in ("query", "key"):
             case = make_attention_case("float8", dtype=torch.bfloat16, kv_dtype=kv_dtype, head_dim=128)
             yield f"{short(kv_dtype)}/{how}", *_attend(case.to(device), rotation=how)
-    scale = torch.tensor([0.02, 0.5], device=device)
+    rotary, positions = testing.make_rotary(64), torch.tensor([3, 4, 5])
+    rotation, slots = rotary.table(positions).to(device), torch.tensor([2, 3, 4], device=device)
     q, k, v = (_randn(seed, 3, 2, 64).to(torch.bfloat16).to(device) for seed in range(3))
-    pages = [torch.zeros(1, 16, 2, 64, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
-    rotation = testing.make_rotary(64).table(torch.tensor([3, 4, 5])).to(device)
-    slots = torch.tensor([2, 3, 4], device=device)
-    gpu.rope_and_write(q, k, v, *pages, slots, rotation, interleaved=False, k_scale=scale, v_scale=scale)
-    back = pages[1].flatten(0, 1)[2:5].double() * scale.double()[:, None]
-    yield "float8_values_are_divided_by_their_scale", relative_error(back.cpu(), v.double().cpu()), 0.04
+    scales = torch.tensor([[0.02, 0.5], [0.3, 0.04]], device=device)  # of K and of V, by head
+    pages, expected = (torch.zeros(2, 1, 16, 2, 64, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    kwargs = {"interleaved": False, "k_scale": scales[0], "v_scale": scales[1]}
+    for backend, out in ((gpu, pages), (reference, expected)):
+        backend.rope_and_write(q, k, v, *out, slots, rotation, **kwargs)
+    exact = testing.rotate(k.double().cpu(), positions, rotary), v.double().cpu()
+    for name, got, want, scale, truth in zip("kv", pages, expected, scales, exact, strict=True):
+        back = got.flatten(0, 1)[2:5].double() * scale.double()[:, None]
+        yield f"{name}_is_divided_by_its_scale", relative_error(back.cpu(), truth), 0.04
+        eps = torch.finfo(torch.float8_e4m3fn).eps  # the reference rounds once, from float64: few ties fall otherwise
+        yield f"{name}_as_by_reference", relative_error(got.double().cpu(), want.double().cpu()), eps / 16
 
 
 def _attend(case: AttentionCase, **kwargs: object) -> tuple[float, float]:

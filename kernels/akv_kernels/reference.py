@@ -101,6 +101,8 @@ def rope_and_write(
     *,
     interleaved: bool,
     scale: float = 1.0,  # the rotary's magnitude
+    k_scale: Tensor | None = None,  # float32 [num_kv_heads], only for float8 pages: keys are stored divided by it
+    v_scale: Tensor | None = None,
 ) -> Tensor:  # like q
     """Rotate new queries and keys for their positions; write the keys and values into their slots.
 
@@ -109,9 +111,13 @@ def rope_and_write(
     """
     turn = rotation[:, None]  # over the heads
     kept = slots >= 0
-    turned = _turn(k.double(), turn, interleaved, scale)
-    k_pages.flatten(0, 1)[slots[kept]] = turned[kept].to(k_pages.dtype)
-    v_pages.flatten(0, 1)[slots[kept]] = v[kept].to(v_pages.dtype)
+    key, value = _turn(k.double(), turn, interleaved, scale), v.double()
+    if k_scale is not None:
+        key = key / k_scale.double()[:, None]
+    if v_scale is not None:
+        value = value / v_scale.double()[:, None]
+    k_pages.flatten(0, 1)[slots[kept]] = key[kept].to(k_pages.dtype)
+    v_pages.flatten(0, 1)[slots[kept]] = value[kept].to(v_pages.dtype)
     return _turn(q.double(), turn, interleaved, scale).to(q.dtype)
 
 
