@@ -47,7 +47,7 @@ def attend(
     kv_dtype = kv_dtype or dtype
     element_size = {"fp8": 1, "fp3": 4}.get(kv_dtype[:3], 2)
     limit = TARGETS[target][1]
-    tiling = tiling or attention.choose_tiling(max_rows, group, head_dim, element_size, limit, interleaved)
+    tiling = tiling or attention.choose_tiling(max_rows, group, head_dim, element_size, limit, interleaved, rotate_key)
     types = {"q": "*" + dtype, "k_pages": "*" + kv_dtype, "v_pages": "*" + kv_dtype, "out": "*" + dtype}
     types |= dict.fromkeys(PLAN, "*i32")
     types |= {"seg_rotation": "*fp32", "score_scale": "fp32"} | ({} if one_sequence else {"num_seqs": "i32"})
@@ -75,6 +75,10 @@ ATTENTION: list[tuple[str, dict[str, Any], set[str]]] = [
     ("sm_90", PREFILL | {"split": False, "kv_dtype": "fp8e4nv"}, {"out"}),
     ("sm_90", DECODE | {"rotate_key": True}, {"out", "partial_out", "partial_lse"}),
     ("sm_90", PREFILL | {"rotate_key": True}, {"out", "partial_out", "partial_lse"}),
+    ("sm_90", DECODE | {"rotate_key": True, "head_dim": 256, "group": 4, "split": False}, {"out"}),
+    ("sm_90", PREFILL | {"rotate_key": True, "head_dim": 256, "group": 4, "split": False}, {"out"}),
+    ("sm_80", DECODE | {"rotate_key": True, "head_dim": 256, "group": 4, "split": False}, {"out"}),
+    ("sm_80", PREFILL | {"rotate_key": True, "head_dim": 256, "group": 4, "split": False}, {"out"}),
     ("sm_80", DECODE | {"split": False, "head_dim": 256, "group": 2}, {"out"}),
     ("sm_80", PREFILL | {"split": False, "head_dim": 96, "group": 4}, {"out"}),
     ("gfx942", PREFILL | {"split": False, "head_dim": 80, "group": 4, "dtype": "fp16"}, {"out"}),

@@ -309,6 +309,7 @@ def choose_tiling(
     element_size: int,  # bytes of a stored key's element
     shared_limit: int,  # bytes of shared memory a program may have
     interleaved: bool,
+    turns_keys: bool,
 ) -> Tiling:
     """Decode packs one KV head's query heads into the smallest tensor-core tile; prefill fills as many rows as the
     registers hold (found by compiling: the next larger tile spills). Then the deepest pipeline whose K and V tiles fit
@@ -325,9 +326,13 @@ def choose_tiling(
         if shared_limit < 128 * 1024:
             block_m = max(64, block_m)
         else:
-            block_m, num_warps = (128 if width <= 128 else max(32, block_m)), 8
+            block_m, num_warps = (128 if width <= 128 else max(16 if turns_keys else 32, block_m)), 8
             block_m = min(block_m, max(64, triton.next_power_of_2(group))) if converts else block_m
         wide = (num_warps == 4 or width > 128 or is_hopper) and not converts and not interleaved
+    # Turned keys are held in float32. At head_dim 256 tiles of 64 tokens spill on sm_90 and sm_80 under Triton 3.6 and
+    # 3.9, in decode and prefill. Of 32 (and in prefill of 16 lanes: 32 spill on sm_80 under 3.9) prefill spills under
+    # neither; decode nowhere but on sm_90 under 3.6 with groups of 4, where it is not the default.
+    wide = wide and not (turns_keys and width > 128)
     for block_n, num_stages in (((64, 3), (64, 2)) if wide else ()) + ((32, 2), (16, 2)):
         buffers = max(2, num_stages - 1)  # of K and V each, as Triton allots them
         if 2 * block_n * width * element_size * buffers + 2 * block_m * width <= shared_limit * 0.9:
@@ -375,7 +380,9 @@ def segment_batch_attention(
         return out
 
     num_multiprocessors, shared_limit = _device_limits(q.device)
-    tiling = choose_tiling(plan.max_rows, group, head_dim, k_pages.element_size(), shared_limit, plan.interleaved)
+    tiling = choose_tiling(
+        plan.max_rows, group, head_dim, k_pages.element_size(), shared_limit, plan.interleaved, rotation == "key"
+    )
     tile_rows = tiling.block_m // group
     num_tiles = num_seqs if plan.max_rows == 1 else num_rows // tile_rows + num_seqs
     slots = len(plan.page_table) * plan.page_size // num_seqs  # at least what a sequence sees, on average
