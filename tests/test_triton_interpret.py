@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (Linux on x86-64 only)")
 
 GROUPS = (
-    *("attention", "float8", "page_mass", "placement", "splits"),
+    *("attention", "float8", "page_mass", "placement", "far_pages", "splits"),
     *("rope_and_write", "repos_pages", "neighbours", "sample", "padding", "engine"),
 )
 MUTATIONS = (

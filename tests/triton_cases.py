@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import mmap
 import os
 import sys
 import tempfile
@@ -130,6 +131,51 @@ def check_placement(device: str) -> Iterator[Check]:
 def _with_garbage(case: AttentionCase, value: float) -> AttentionCase:
     fields = {"k_pages": case.k_pages.nan_to_num(value), "v_pages": case.v_pages.nan_to_num(value)}
     return AttentionCase(**{**{f: getattr(case, f) for f in case.__dataclass_fields__}, **fields})
+
+
+def check_far_pages(device: str) -> Iterator[Check]:
+    """K and V pages whose elements lie over 2**32 behind the pools' beginnings: no place is computed in 32 bits."""
+    dtype, behind = torch.bfloat16, 2**32
+    case = make_attention_case("far", rows=(1, 5), segments=(2, 3), dtype=dtype, garbage=0.0).to(device)
+    shape, size = case.k_pages.shape, case.k_pages.numel()
+    try:
+        memory = _memory(2 * behind + 4 * size, device)
+    except (OSError, RuntimeError) as error:
+        print(f"far_pages is left out, memory is short: {error}", file=sys.stderr)
+        return
+
+    def pages(offset: int) -> Tensor:  # alone in its storage on the CPU: the interpreter copies whole storages
+        if isinstance(memory, Tensor):
+            return memory[offset : offset + size].view(shape)
+        return torch.frombuffer(memory, dtype=dtype, count=size, offset=2 * offset).view(shape)
+
+    near, far = ([pages(begin), pages(begin + size)] for begin in (0, behind))
+    for pool, original in zip((*near, *far), (case.k_pages, case.v_pages) * 2, strict=True):
+        pool.copy_(original if pool is far[0] or pool is far[1] else torch.zeros_like(original))
+    num_pages = behind // case.k_pages[0].numel()
+    moved = testing.replace(case.plan, page_table=case.plan.page_table + num_pages)
+    for how in ("query", "key"):
+        there = testing.replace(case, k_pages=near[0], v_pages=near[1])
+        yield f"attention/{how}", *_attend(there, plan=moved, rotation=how)
+
+    src, dst = torch.arange(8, device=device), torch.arange(20, 28, device=device)
+    rotation = case.rotary.table(torch.arange(8) - 4).to(device)
+    behind_slots = num_pages * shape[1]
+    q, k, v = (_randn(seed, 8, 2, shape[3]).to(dtype).to(device) for seed in range(3))
+    expected = [x.clone() for x in far]
+    gpu.rope_and_write(q, k, v, *near, src + behind_slots, rotation, interleaved=False)
+    gpu.rope_and_write(q, k, v, *expected, src, rotation, interleaved=False)
+    gpu.repos_pages(*near, src + behind_slots, dst + behind_slots, rotation, interleaved=False)
+    gpu.repos_pages(*expected, src, dst, rotation, interleaved=False)
+    same = all(torch.equal(a, b) for a, b in zip(far, expected, strict=True))
+    yield "rope_and_write_and_repos_pages", float(not same or any(bool(x.any()) for x in near)), 0
+
+
+def _memory(num_bytes: int, device: str) -> Tensor | mmap.mmap:
+    """As bfloat16 on a GPU; on the CPU as addresses, of which only what is touched becomes memory."""
+    if device == "cpu":
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device)
 
 
 def check_splits(device: str) -> Iterator[Check]:
