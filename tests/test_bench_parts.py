@@ -97,12 +97,13 @@ def test_mini_swe_agent_with_tool_calls_observes_by_tool_messages(tmp_path):
     assert "tool_calls" not in found.messages[3]
 
 
+CALL = {"id": "x", "type": "function", "function": {"name": "bash", "arguments": "{}"}}
 SWE_AGENT = [
     {"role": "system", "content": "s", "agent": "main", "message_type": "system_prompt"},
     {"role": "user", "content": "a demonstration", "is_demo": True, "message_type": "demonstration"},
     {"role": "assistant", "content": "its answer", "is_demo": True},
     {"role": "user", "content": [{"type": "text", "text": "the issue"}], "message_type": "observation"},
-    {"role": "assistant", "content": "look", "action": "ls", "tool_calls": [{"id": "x", "type": "function"}]},
+    {"role": "assistant", "content": "look", "action": "ls", "tool_calls": [CALL]},
     {"role": "tool", "content": [{"type": "text", "text": "a.py"}, {"type": "image_url"}], "tool_call_ids": ["x"]},
     {"role": "assistant", "content": "submit", "tool_calls": None},
 ]
@@ -121,6 +122,12 @@ def test_swe_agent_results_of_calls_may_be_the_users(tmp_path):
     assert read(saved(tmp_path, {"history": history})).messages[5]["role"] == "tool"
 
 
+def test_an_empty_history_gives_way_to_the_steps(tmp_path):
+    steps = [{"messages": SWE_AGENT[:2], "response": "look", "observation": "a.py"}]
+    found = read(saved(tmp_path, {"history": [], "trajectory": steps}))
+    assert [m["content"] for m in found.messages] == ["s", "a demonstration", "look", "a.py"]
+
+
 def test_swe_agent_steps_alone(tmp_path):
     steps = [
         {"query": SWE_AGENT[:2], "response": "look", "action": "ls", "observation": "a.py"},
@@ -136,6 +143,19 @@ OPENING = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "hi"}
 
 
+def told(content: Any = "hi", **fields: Any) -> JSON:
+    """A file of two messages, of which the last is an answer with these fields."""
+    return {"messages": [OPENING, {"role": "assistant", "content": content, **fields}]}
+
+
+def called(**fields: Any) -> JSON:
+    return told(tool_calls=[{**CALL, **fields}])
+
+
+def stepped(**fields: Any) -> JSON:
+    return {"trajectory": [{"query": [OPENING], "response": "hi", "observation": "a.py", **fields}]}
+
+
 @pytest.mark.parametrize(
     ("data", "what"),
     [
@@ -147,8 +167,39 @@ ANSWER = {"role": "assistant", "content": "hi"}
         ({"messages": [OPENING, {"role": "robot", "content": ""}]}, "messages[1].role: 'robot' is none of system,"),
         ({"messages": [OPENING, {"object": "response", "output": []}]}, "messages[1].role: None is none of"),
         ({"history": [OPENING, "hi"]}, "history[1]: is not an object"),
-        ({"messages": [OPENING, {"role": "assistant", "content": 7}]}, "messages[1].content: is neither text nor"),
         ({"trajectory": ["step"]}, "trajectory[0]: is not an object"),
+        ({"history": []}, "history: has no message of an assistant"),
+        ({"history": {"0": OPENING}}, "history: is not a list"),
+        ({"messages": "none", "history": [OPENING, ANSWER]}, "messages: is not a list"),
+        ({"trajectory": [{"response": "hi"}]}, "trajectory[0].response: is an answer, and nothing stands"),
+        (stepped(query="hello"), "trajectory[0].query: is not a list"),
+        (stepped(query=["hello"]), "trajectory[0].query[0]: is not an object"),
+        (stepped(query=None, messages={"role": "user"}), "trajectory[0].messages: is not a list"),
+        (stepped(response=["hi"]), "trajectory[0].response: is not text"),
+        (stepped(observation={"text": "a.py"}), "trajectory[0].observation: is not text"),
+        (told(role=["user"]), "messages[1].role: is not text"),
+        (told(7), "messages[1].content: is neither text nor"),
+        (told(["hi"]), "messages[1].content[0]: is not an object"),
+        (told([{"type": "text", "text": None}]), "messages[1].content[0].text: is not text"),
+        (told([{"type": "text", "text": 7}]), "messages[1].content[0].text: is not text"),
+        (told([{"type": "text"}]), "messages[1].content[0].text: is not text"),
+        (told([{"type": ["image"]}]), "messages[1].content[0].type: is not text"),
+        (told("half a pair: \ud83d"), "messages[1].content: no request can hold it: 'utf-8' codec"),
+        (told(name=7), "messages[1].name: is not text"),
+        (told(is_demo="no"), "messages[1].is_demo: is not true or false"),
+        (told(is_observation=1), "messages[1].is_observation: is not true or false"),
+        (told(tool_call_id=0), "messages[1].tool_call_id: is not text"),
+        (told(tool_call_ids={"x": 1}), "messages[1].tool_call_ids: is not a list"),
+        (told(tool_call_ids=[None]), "messages[1].tool_call_ids[0]: is not text"),
+        (told(tool_calls={"id": "x"}), "messages[1].tool_calls: is not a list"),
+        (told(tool_calls=["ls"]), "messages[1].tool_calls[0]: is not an object"),
+        (called(id=7), "messages[1].tool_calls[0].id: is not text"),
+        (called(function=None), "messages[1].tool_calls[0].function.name: is missing"),
+        (called(function="ls"), "messages[1].tool_calls[0].function: is not an object"),
+        (called(function={"name": None}), "messages[1].tool_calls[0].function.name: is missing"),
+        (called(function={"name": 7}), "messages[1].tool_calls[0].function.name: is not text"),
+        (called(function={"name": "f", "arguments": [1]}), "messages[1].tool_calls[0].function.arguments: is neither"),
+        (called(function={"name": "f", "arguments": {"x": math.nan}}), "messages[1].tool_calls: no request can hold"),
     ],
 )
 def test_a_file_that_is_no_trajectory_is_named_with_the_place(tmp_path, data, what):
@@ -156,7 +207,28 @@ def test_a_file_that_is_no_trajectory_is_named_with_the_place(tmp_path, data, wh
     with pytest.raises(TrajectoryError) as error:
         read(path)
     assert str(error.value).startswith(f"{path}: {what}")
+    assert "\n" not in str(error.value)
     assert error.value.code == "invalid_trajectory"
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"", "is not JSON: Expecting value"),
+        (b'{"messages": [', "is not JSON: Expecting value"),
+        (b'["\xe4"]', "is not UTF-8: invalid continuation byte at byte 2"),
+        (json.dumps([OPENING, ANSWER]).encode("utf-16"), "is not UTF-8: invalid start byte at byte 0"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b"[" + b"9" * 10_000 + b"]", "is not JSON: Exceeds the limit"),
+    ],
+)
+def test_a_file_that_is_no_json_is_named(tmp_path, data, what):
+    path = tmp_path / "broken.json"
+    path.write_bytes(data)
+    with pytest.raises(TrajectoryError) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}: {what}")
+    assert "\n" not in str(error.value)
 
 
 def test_a_bad_file_ends_the_command_before_anything_starts(tmp_path, capsys):

@@ -14,14 +14,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from akv_sdk.policies.context import tags_of
 
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")  # of a message, as a request has them
+FLAGS = ("is_demo", "is_observation")  # of a message; no model sees them
 
 
 class TrajectoryError(ValueError):
@@ -65,14 +65,20 @@ class Trajectory:
 def read(path: Path) -> Trajectory:
     """The trajectory in a file. Raises TrajectoryError for what is none, OSError where there is no such file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes().decode()
+        data = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise TrajectoryError(f"{path}: is not UTF-8: {error.reason} at byte {error.start}") from None
     except ValueError as error:
         raise TrajectoryError(f"{path}: is not JSON: {error}") from None
+    except RecursionError:
+        raise TrajectoryError(f"{path}: is nested too deeply") from None
     try:
-        place, found = _find(data)
-        raw = [message for message in found if not _is_exit(message)]
-        messages = tuple(_message(f"{place}[{i}]", message) for i, message in enumerate(raw))
-        num_head = _num_head(place, messages, raw)
+        home, found = _find(data)
+        found = [(place, message) for place, message in found if not _is_exit(message)]
+        places, raw = [place for place, _ in found], [message for _, message in found]
+        messages = tuple(map(_message, places, raw))
+        num_head = _num_head(home, places, messages, raw)
     except _Misfit as misfit:
         raise TrajectoryError(f"{path}: {misfit}") from None
     name = path.name.removesuffix(".json").removesuffix(".traj")
@@ -83,31 +89,51 @@ class _Misfit(Exception):
     """What is wrong, behind the place in the file."""
 
 
-def _find(data: Any) -> tuple[str, list[Any]]:
-    """The list of messages in a file of any format, and what it is called there."""
+Placed = tuple[str, Any]  # what stands in a file, behind where it stands
+Kind = TypeVar("Kind")
+KINDS: dict[type, str] = {str: "text", list: "a list", dict: "an object", bool: "true or false"}
+
+
+def _get(place: str, raw: dict[str, Any], name: str, kind: type[Kind]) -> Kind | None:
+    """A field of an object; None where it is not there, or null."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise _Misfit(f"{place}.{name}: is not {KINDS[kind]}".removeprefix("."))
+    return value
+
+
+def _find(data: Any) -> tuple[str, list[Placed]]:
+    """The messages in a file of any format, and what they are called there. An empty list gives way to the next."""
     if isinstance(data, list):
-        return "", data
+        return "the list", _each("", data)
     if not isinstance(data, dict):
         raise _Misfit("holds neither an object nor a list of messages")
-    for name in ("messages", "history"):
-        if isinstance(data.get(name), list):
-            return name, data[name]
-    if isinstance(data.get("trajectory"), list):
-        return "trajectory", _from_steps(data["trajectory"])
-    raise _Misfit("has none of `messages`, `history` and `trajectory`")
+    present = [name for name in ("messages", "history", "trajectory") if _get("", data, name, list) is not None]
+    if not present:
+        raise _Misfit("has none of `messages`, `history` and `trajectory`")
+    name = next((name for name in present if data[name]), present[0])
+    return name, _from_steps(data[name]) if name == "trajectory" else _each(name, data[name])
 
 
-def _from_steps(steps: list[Any]) -> list[Any]:
+def _each(place: str, values: list[Any]) -> list[Placed]:
+    return [(f"{place}[{i}]", value) for i, value in enumerate(values)]
+
+
+def _from_steps(steps: list[Any]) -> list[Placed]:
     """SWE-agent's steps as messages: what the first was asked with, then what each said and saw."""
-    found: list[Any] = []
-    for i, step in enumerate(steps):
+    found: list[Placed] = []
+    for place, step in _each("trajectory", steps):
         if not isinstance(step, dict):
-            raise _Misfit(f"trajectory[{i}]: is not an object")
-        if not found:
-            found += step.get("query") or step.get("messages") or []
-        if step.get("response"):
-            found.append({"role": "assistant", "content": step["response"]})
-            found.append({"role": "user", "content": step.get("observation") or "", "is_observation": True})
+            raise _Misfit(f"{place}: is not an object")
+        for name in ("query", "messages"):
+            asked = _get(place, step, name, list)
+            if not found and asked:
+                found = _each(f"{place}.{name}", asked)
+        response, observation = (_get(place, step, name, str) for name in ("response", "observation"))
+        if response:
+            seen = {"role": "user", "content": observation or "", "is_observation": True}
+            said = {"role": "assistant", "content": response}
+            found += [(f"{place}.response", said), (f"{place}.observation", seen)]
     return found
 
 
@@ -120,13 +146,37 @@ def _message(place: str, raw: Any) -> Message:
     """A message as the chat API has it. SWE-agent's results name their calls in a list, and are the user's."""
     if not isinstance(raw, dict):
         raise _Misfit(f"{place}: is not an object")
-    message = {key: raw[key] for key in FIELDS if raw.get(key)}
+    kinds: dict[str, type] = {"role": str, "name": str, "tool_calls": list, "tool_call_id": str}
+    message: Message = {name: value for name, kind in kinds.items() if (value := _get(place, raw, name, kind))}
     if message.get("role") not in ROLES:
         raise _Misfit(f"{place}.role: {raw.get('role')!r} is none of {', '.join(ROLES)}")
-    if ids := raw.get("tool_call_ids"):
+    for flag in FLAGS:
+        _get(place, raw, flag, bool)
+    for where, call in _each(f"{place}.tool_calls", message.get("tool_calls", [])):
+        _check_call(where, call)
+    if ids := _get(place, raw, "tool_call_ids", list):
+        if not isinstance(ids[0], str):
+            raise _Misfit(f"{place}.tool_call_ids[0]: is not text")
         message |= {"role": "tool", "tool_call_id": ids[0]}
     message["content"] = _text(f"{place}.content", raw.get("content"))
+    for name, value in message.items():
+        try:  # half a surrogate pair or an infinity, which JSON can spell, and no request can hold
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            raise _Misfit(f"{place}.{name}: no request can hold it: {error}") from None
     return message
+
+
+def _check_call(place: str, call: Any) -> None:
+    if not isinstance(call, dict):
+        raise _Misfit(f"{place}: is not an object")
+    for name in ("id", "type"):
+        _get(place, call, name, str)
+    function = _get(place, call, "function", dict)
+    if function is None or _get(f"{place}.function", function, "name", str) is None:
+        raise _Misfit(f"{place}.function.name: is missing")
+    if not isinstance(function.get("arguments"), str | dict | None):
+        raise _Misfit(f"{place}.function.arguments: is neither text nor an object")
 
 
 def _text(place: str, content: Any) -> str:
@@ -134,17 +184,28 @@ def _text(place: str, content: Any) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+    if not isinstance(content, list):
         raise _Misfit(f"{place}: is neither text nor a list of parts")
-    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')} omitted]" for part in content)
+    return "\n".join(_text_of_part(where, part) for where, part in _each(place, content))
 
 
-def _num_head(place: str, messages: Sequence[Message], raw: Sequence[Message]) -> int:
+def _text_of_part(place: str, part: Any) -> str:
+    if not isinstance(part, dict):
+        raise _Misfit(f"{place}: is not an object")
+    kind, text = _get(place, part, "type", str), _get(place, part, "text", str)
+    if text is not None:
+        return text
+    if kind is None or kind == "text":
+        raise _Misfit(f"{place}.text: is not text")
+    return f"[{kind} omitted]"
+
+
+def _num_head(home: str, places: Sequence[str], messages: Sequence[Message], raw: Sequence[Message]) -> int:
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and not raw[i].get("is_demo")]
     if not answers:
-        raise _Misfit(f"{place or 'the list'}: has no message of an assistant")
+        raise _Misfit(f"{home}: has no message of an assistant")
     if answers[0] == 0:
-        raise _Misfit(f"{place}[0]: is an answer, and nothing stands before it")
+        raise _Misfit(f"{places[0]}: is an answer, and nothing stands before it")
     return answers[0]
 
 
