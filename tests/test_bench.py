@@ -168,7 +168,7 @@ def test_totals_are_the_same_in_all_files(bench):
         assert float(row["cost_per_run_usd"]) == pytest.approx(micros / group["runs"] / 1e6)
     text = (out / "bench.md").read_text()
     assert "| AKV + repos | 2 |" in text
-    assert "| Summarisation | 2 |" in text.split("against AKV + repos")[1]
+    assert "| akv: Summarisation | akv: AKV + repos | 2 |" in text
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -418,13 +418,29 @@ def test_figures_of_a_group():
 
 
 def test_ratios_are_of_strategies_that_went_through_all_steps():
-    found = report.ratios(GROUPS, "akv")
-    assert [(row["against AKV + repos"], row["TTFT P50"], row["TTFT mean"]) for row in found] == [
-        ("Truncation", "2.3x", "2.3x"),
-        ("Summarisation", "5.9x", "5.9x"),
+    found = report.ratios(GROUPS)
+    assert [(row["strategy"], row["against"], row["TTFT P50"], row["TTFT mean"]) for row in found] == [
+        ("akv: Truncation", "akv: AKV + repos", "2.3x", "2.3x"),
+        ("akv: Summarisation", "akv: AKV + repos", "5.9x", "5.9x"),
     ]
     assert found[0]["claimed"].startswith("2.3") and found[1]["claimed"].startswith("5.9")
-    assert report.ratios([*GROUPS[:3], group("akv-repos", "AKV + repos", 0.1, sessions=4)], "akv") == []
+    assert report.ratios([*GROUPS[:3], group("akv-repos", "AKV + repos", 0.1, sessions=4)]) == []
+
+
+def test_ratios_say_which_server_is_held_against_which():
+    """A rival may be an AKV server, too. What is claimed is claimed of strategies on one server."""
+    theirs = [group("truncation", "Truncation", 0.4), group("akv-repos", "AKV + repos", 0.2)]
+    for each in theirs:
+        each.server = "other"
+    found = report.ratios([GROUPS[1], GROUPS[3], *theirs])
+    assert [(row["strategy"], row["against"], row["TTFT P50"], row["claimed"][:3]) for row in found] == [
+        ("akv: Truncation", "akv: AKV + repos", "2.3x", "2.3"),
+        ("other: Truncation", "akv: AKV + repos", "4.0x", ""),
+        ("other: AKV + repos", "akv: AKV + repos", "2.0x", ""),
+        ("akv: Truncation", "other: AKV + repos", "1.1x", ""),
+        ("akv: AKV + repos", "other: AKV + repos", "0.5x", ""),
+        ("other: Truncation", "other: AKV + repos", "2.0x", "2.3"),
+    ]
 
 
 def test_columns_that_nobody_could_fill_are_left_out():

@@ -198,7 +198,7 @@ class Bench:
         if not measured:
             return
         report.show(self.console, report.rows(measured, MAIN, self.settings.prices))
-        if found := report.ratios(measured, MAIN):
+        if found := report.ratios(measured):
             self.console.print()
             report.show(self.console, found)
         for key in dict.fromkeys(group.key for group in measured):

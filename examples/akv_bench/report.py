@@ -122,9 +122,9 @@ def rows(groups: Sequence[Group], main: str, prices: Prices | None) -> list[dict
     return [{head: cell for head, cell in row.items() if head not in empty} for row in found]
 
 
-def ratios(groups: Sequence[Group], main: str) -> list[dict[str, str]]:
-    """How many times as long as with AKV and repos the first token took, under each other strategy that went through
-    all steps with as many sessions; beside it what the write-up claims."""
+def ratios(groups: Sequence[Group]) -> list[dict[str, str]]:
+    """How many times as long as with AKV and repos, on whichever server, the first token took under each other strategy
+    that went through all steps with as many sessions; beside it what the write-up claims of one server."""
     found = []
     for hero in groups:
         if hero.key != HERO or not hero.is_complete:
@@ -134,12 +134,13 @@ def ratios(groups: Sequence[Group], main: str) -> list[dict[str, str]]:
                 continue
             found.append(
                 {
-                    "against AKV + repos": title_of(group, main),
+                    "strategy": f"{group.server}: {group.name}",
+                    "against": f"{hero.server}: {hero.name}",
                     "sessions": str(hero.sessions),
                     "TTFT P50": f"{group.ttft_s(50) / hero.ttft_s(50):.1f}x",
                     "TTFT P95": f"{group.ttft_s(95) / hero.ttft_s(95):.1f}x",
                     "TTFT mean": f"{group.waited_s / hero.waited_s:.1f}x",
-                    "claimed": CLAIMS.get(group.key, "") if group.server == main else "",
+                    "claimed": CLAIMS.get(group.key, "") if group.server == hero.server else "",
                 }
             )
     return found
@@ -181,7 +182,7 @@ def write(out: Path, groups: Sequence[Group], about: dict[str, Any], main: str, 
         writer.writeheader()
         writer.writerows(flat)
     parts = [f"`{about['command']}`\n"]
-    for found in (rows(groups, main, prices), ratios(groups, main)):
+    for found in (rows(groups, main, prices), ratios(groups)):
         if found:
             parts.append(markdown(found))
     parts += [f"- {note}\n" for note in about["notes"]]
