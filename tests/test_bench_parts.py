@@ -404,15 +404,14 @@ PRICES = Prices(input=3.0, cached=0.3, output=15.0)
 
 
 def test_figures_of_a_group():
-    found = report.figures(GROUPS[1], PRICES)
+    failed, found, *_ = report.figures(GROUPS, PRICES)
     assert (found["ttft_p50_s"], found["ttft_mean_s"]) == (pytest.approx(0.46), pytest.approx(0.46))
     assert found["inter_token_p95_s"] == pytest.approx(0.04)
     assert (found["prefilled_tokens"], found["reused_tokens"], found["generated_tokens"]) == (600, 300, 18)
     assert (found["tokens_per_s"], found["steps_per_s"]) == (61.8, 0.6)
     assert found["peak_visible_tokens"] == 502
     assert found["cost_per_run_usd"] == pytest.approx((300 * 3.0 + 150 * 0.3 + 9 * 15.0) / 1e6)
-    assert report.figures(GROUPS[1], None)["cost_per_run_usd"] is None
-    failed = report.figures(GROUPS[0], PRICES)
+    assert report.figures(GROUPS, None)[1]["cost_per_run_usd"] is None
     assert (failed["failed_runs"], failed["failure_codes"]) == (2, "context_length_exceeded")
     assert (failed["completed_steps"], failed["num_steps"]) == (2, 6)
 
@@ -445,12 +444,39 @@ def test_ratios_say_which_server_is_held_against_which():
 
 def test_columns_that_nobody_could_fill_are_left_out():
     bare = report.rows(GROUPS, "akv", None)
-    assert not {"$ per run", "NLL/token"} & set(bare[0])
+    assert not {"$ per run", "NLL/token", "NLL steps"} & set(bare[0])
     scored = group("akv-repos", "AKV + repos", 0.1)
-    scored.likelihood = Likelihood(3.0, 2)
+    scored.scores = {"agent-0": [Likelihood(3.0, 2)]}
     full = report.rows([*GROUPS, scored], "akv", PRICES)
     assert [row["NLL/token"] for row in full] == ["", "", "", "", "1.500"]
     assert all(row["$ per run"] for row in full)
+
+
+def test_likelihoods_are_over_the_steps_that_all_have(tmp_path):
+    """One stopped early, one has an answer without room; the easy words that follow are nobody's advantage."""
+    hard, easy, other = Likelihood(4.0, 2), Likelihood(0.5, 5), Likelihood(6.0, 3)
+    early, gapped, whole, failed, unscored = (group(key, key, 0.1) for key in ("a", "b", "c", "d", "e"))
+    early.scores = {"x": [hard, hard], "y": [other]}
+    gapped.scores = {"x": [hard, None, easy], "y": [other, easy]}
+    whole.scores = {"x": [easy, easy, easy], "y": [other, easy]}
+    failed.scores = {"x": [], "y": []}
+    groups = [early, gapped, whole, failed, unscored]
+    found = report.figures(groups, None)
+    assert [each["scored_steps"] for each in found] == [2, 2, 2, None, None]
+    assert [each["scored_tokens"] for each in found] == [5, 5, 8, None, None]
+    assert [each["nats_per_token"] for each in found] == [2.0, 2.0, 6.5 / 8, None, None]
+    assert [row["NLL steps"] for row in report.rows(groups, "akv", None)] == ["2", "2", "2", "", ""]
+    report.write(tmp_path, groups, {"command": "", "notes": []}, "akv", None)
+    in_json = json.loads((tmp_path / "bench.json").read_text())["groups"]
+    in_csv = csv.DictReader((tmp_path / "bench.csv").open())
+    assert [(a["scored_steps"], b["scored_steps"]) for a, b in zip(in_json, in_csv, strict=True)] == [
+        *[(2, "2")] * 3,
+        *[(None, "")] * 2,
+    ]
+    # Where no step is common to all, there is nothing to compare.
+    failed.scores = {"x": [], "y": [None, easy]}
+    assert [each["nats_per_token"] for each in report.figures(groups, None)] == [None] * 5
+    assert [each["scored_steps"] for each in report.figures(groups, None)] == [0, 0, 0, 0, None]
 
 
 def test_all_files_say_the_same(tmp_path):

@@ -39,11 +39,11 @@ class Likelihood:
         return Likelihood(self.nats + other.nats, self.tokens + other.tokens)
 
 
-async def score(client: AsyncClient, scenes: Sequence[Scene]) -> Likelihood:
-    """Of all the answers. Those whose prompts go on from one another are scored in one pass, which the ops divide as
-    they did the run. Raises AkvError."""
+async def score(client: AsyncClient, scenes: Sequence[Scene]) -> list[Likelihood | None]:
+    """Of each answer; None of one that has no room behind a prompt that had. Those whose prompts go on from one another
+    are scored in one pass, which the ops divide as they did the run. Raises AkvError."""
     salt = uuid.uuid4().hex  # only what is computed is scored, so nothing of the run may be found in the cache
-    return sum([await _score_pass(client, salt, each) for each in _passes(scenes)], Likelihood())
+    return [found for each in _passes(scenes) for found in await _score_pass(client, salt, each)]
 
 
 def _passes(scenes: Sequence[Scene]) -> Iterator[list[Scene]]:
@@ -59,8 +59,7 @@ def _passes(scenes: Sequence[Scene]) -> Iterator[list[Scene]]:
         yield begun
 
 
-async def _score_pass(client: AsyncClient, salt: str, scenes: Sequence[Scene]) -> Likelihood:
-    """The last answer is left out where it has no room behind a prompt that had."""
+async def _score_pass(client: AsyncClient, salt: str, scenes: Sequence[Scene]) -> list[Likelihood | None]:
     last = scenes[-1]
     rendered = await client.render([*last.prompt, last.answer], add_generation_prompt=False)
     try:
@@ -68,12 +67,9 @@ async def _score_pass(client: AsyncClient, salt: str, scenes: Sequence[Scene]) -
             rendered.tokens, ops=last.ops, max_tokens=0, echo=True, logprobs=0, cache_salt=salt
         )
     except ContextLengthExceeded:
-        return await _score_pass(client, salt, scenes[:-1]) if len(scenes) > 1 else Likelihood()
+        return [*(await _score_pass(client, salt, scenes[:-1]) if len(scenes) > 1 else []), None]
     assert reply.logprobs is not None
     scores = reply.logprobs["token_logprobs"]
-    total = Likelihood()
-    for scene in scenes:
-        span = rendered.spans[len(scene.prompt)]
-        found = scores[span.content_start : span.end]
-        total += Likelihood(-sum(found), len(found))
-    return total
+    spans = [rendered.spans[len(scene.prompt)] for scene in scenes]
+    answers = [scores[span.content_start : span.end] for span in spans]
+    return [Likelihood(-sum(answer), len(answer)) for answer in answers]

@@ -28,7 +28,6 @@ from rich.text import Text
 from akv_bench import likelihood, report
 from akv_bench.chat import Endpoint
 from akv_bench.lengths import Lengths, lengths_of
-from akv_bench.likelihood import Likelihood
 from akv_bench.replay import Group, jobs_of, replay, salted
 from akv_bench.report import Prices
 from akv_bench.server import Server
@@ -165,8 +164,9 @@ class Bench:
             # What the model sees does not depend on how many sessions there are, so it is scored once.
             if self.settings.scores and sessions == self.settings.sessions[0] and endpoint.client is not None:
                 view.scoring(group)
-                found = [await likelihood.score(endpoint.client, scenes) for scenes in group.scenes.values()]
-                group.likelihood = sum(found, Likelihood())
+                group.scores = {
+                    name: await likelihood.score(endpoint.client, scenes) for name, scenes in group.scenes.items()
+                }
         except AkvError as error:
             self.notes.append(f"{report.title_of(group, MAIN)} was not scored: {error}")
         finally:

@@ -28,7 +28,7 @@ class Group(Measured):
         turns: of all runs, as they came.
         wall_s: from the first request to the last token.
         scenes: by name of a trajectory, the steps of its first run, to be scored.
-        likelihood: of what the agents said; None where it was not measured.
+        scores: of each of these steps, what the agent said; None where it was not measured.
     """
 
     server: str
@@ -41,7 +41,7 @@ class Group(Measured):
     turns: list[Turn] = field(default_factory=list)
     wall_s: float = 0.0
     scenes: dict[str, list[Scene]] = field(default_factory=dict)
-    likelihood: Likelihood | None = None
+    scores: dict[str, list[Likelihood | None]] | None = None
 
     @property
     def failures(self) -> list[Run]:

@@ -1,7 +1,7 @@
 """What a benchmark comes to: tables, ratios, JSON, CSV, Markdown and the plot.
 
-Owns presentation of groups, finished or cut short. Every form shows the same figures, those of `figures`. Knows nothing
-of how they were made.
+Owns presentation of groups, finished or cut short, and over which steps their likelihoods compare. Every form shows the
+same figures, those of `figures`. Knows nothing of how they were made.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
+from akv_bench.likelihood import Likelihood
 from akv_bench.look import COLOURS, Line, Panel, seconds, write_plot
 from akv_bench.measure import Measured, Turn
 from akv_bench.replay import Group
@@ -52,9 +53,30 @@ class Prices:
         return micros / 1e6
 
 
-def figures(group: Group, prices: Prices | None) -> dict[str, Any]:
-    """Every figure of a group, by name; None where it was not measured. Times in seconds."""
-    wall_s, likelihood = group.wall_s, group.likelihood
+Steps = frozenset[tuple[str, int]]  # names of trajectories, and numbers of their steps
+
+
+def figures(groups: Sequence[Group], prices: Prices | None) -> list[dict[str, Any]]:
+    """Every figure of each group, by name; None where it was not measured. Times in seconds. Likelihoods are over the
+    steps that all scored groups have, so that they are of the same words."""
+    steps = _common_steps(groups)
+    return [_figures(group, prices, steps) for group in groups]
+
+
+def _common_steps(groups: Sequence[Group]) -> Steps:
+    """Those that every group with any has scored."""
+    scored = [set(_scored(group)) for group in groups]
+    return frozenset(set.intersection(*filter(None, scored))) if any(scored) else frozenset()
+
+
+def _scored(group: Group) -> dict[tuple[str, int], Likelihood]:
+    scores = group.scores or {}
+    return {(name, i): found for name, each in scores.items() for i, found in enumerate(each) if found is not None}
+
+
+def _figures(group: Group, prices: Prices | None, steps: Steps) -> dict[str, Any]:
+    wall_s, scored = group.wall_s, _scored(group)
+    likelihood = sum([scored[step] for step in steps], Likelihood()) if scored else None
     num_tokens = group.prefilled_tokens + group.generated_tokens
     return {
         "server": group.server,
@@ -78,6 +100,7 @@ def figures(group: Group, prices: Prices | None) -> dict[str, Any]:
         "cost_per_run_usd": prices.cost_usd(group) / len(group.runs) if prices and group.runs else None,
         "nats_per_token": likelihood.per_token if likelihood else None,
         "scored_tokens": likelihood.tokens if likelihood else None,
+        "scored_steps": len(steps) if likelihood else None,
         "wall_s": wall_s,
     }
 
@@ -98,8 +121,7 @@ def rows(groups: Sequence[Group], main: str, prices: Prices | None) -> list[dict
     """The table, a row for each group, its cells by the head of their column. A column that nobody could fill, because
     no price was given or nothing scored, is left out."""
     found = []
-    for group in groups:
-        values = figures(group, prices)
+    for group, values in zip(groups, figures(groups, prices), strict=True):
         nats, cost = values["nats_per_token"], values["cost_per_run_usd"]
         found.append(
             {
@@ -115,10 +137,11 @@ def rows(groups: Sequence[Group], main: str, prices: Prices | None) -> list[dict
                 "peak visible": f"{group.peak_visible_tokens:,}",
                 "$ per run": "" if cost is None else f"{cost:.4f}",
                 "NLL/token": "" if nats is None else f"{nats:.3f}",
+                "NLL steps": "" if nats is None else str(values["scored_steps"]),
                 "steps": group.outcome,
             }
         )
-    empty = {head for head in ("$ per run", "NLL/token") if not any(row[head] for row in found)}
+    empty = {head for head in ("$ per run", "NLL/token", "NLL steps") if not any(row[head] for row in found)}
     return [{head: cell for head, cell in row.items() if head not in empty} for row in found]
 
 
@@ -174,9 +197,10 @@ def markdown(found: Sequence[dict[str, str]]) -> str:
 
 def write(out: Path, groups: Sequence[Group], about: dict[str, Any], main: str, prices: Prices | None) -> None:
     """`bench.json`, `bench.csv` and `bench.md`, of all that was measured so far."""
-    body = {**about, "groups": [_whole(group, prices) for group in groups]}
+    flat = figures(groups, prices)
+    whole = [{**values, **_details(group)} for group, values in zip(groups, flat, strict=True)]
+    body = {**about, "groups": whole}
     (out / "bench.json").write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    flat = [figures(group, prices) for group in groups]
     with (out / "bench.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(flat[0]) if flat else [])
         writer.writeheader()
@@ -189,7 +213,7 @@ def write(out: Path, groups: Sequence[Group], about: dict[str, Any], main: str, 
     (out / "bench.md").write_text("\n".join(parts), encoding="utf-8")
 
 
-def _whole(group: Group, prices: Prices | None) -> dict[str, Any]:
+def _details(group: Group) -> dict[str, Any]:
     runs = [
         {
             "trajectory": run.name,
@@ -201,7 +225,7 @@ def _whole(group: Group, prices: Prices | None) -> dict[str, Any]:
         }
         for run in group.runs
     ]
-    return {**figures(group, prices), "how": group.how, "run_details": runs}
+    return {"how": group.how, "run_details": runs}
 
 
 def plot(path: Path, groups: Sequence[Group], main: str, limits: dict[str, int]) -> None:
