@@ -31,7 +31,7 @@ from akv_sdk.policies.context import dropped_spans, subtract
 from akv_server import streams
 from tests.models import tiny_model
 from tests.processes import hear_interrupts
-from tests.rival import rival_server
+from tests.rival import as_llama_cpp, rival_server
 from tests.server import Server, load_tiny, serving_model
 from tests.truth import Truth
 
@@ -315,6 +315,33 @@ def test_rivals_run_the_strategies_over_text(server, tmp_path):
     sent = [body["messages"] for body in rival.asked[shorts[2] + 2 : shorts[4]]]
     assert min(map(len, sent)) == 2 and max(map(len, sent)) < len(read(path).messages) - 1
     assert not any("akv" in body for body in rival.asked)
+
+
+def test_llama_cpp_is_a_rival(server, tmp_path, capsys):
+    """As the command has it. What does not fit its context is a failure of that strategy alone."""
+    path, out = recorded(tmp_path, "lc", 9), tmp_path / "out"
+    with rival_server() as rival:
+        as_llama_cpp(rival, n_ctx=1500)
+        options = ["--url", server.url, "--rival", f"llama.cpp={rival.url}/v1", "--sessions", "1", "--no-nll"]
+        assert main([str(path), *options, "--budget", "900", "--max-tokens", "3", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.split("Replaying")[1].count("llama.cpp is no AKV server: akv-gap, akv-repos left out") == 2
+    written = json.loads((out / "bench.json").read_text())
+    assert written["servers"]["llama.cpp"] == {"model": "m.gguf", "window_tokens": 1500}
+    groups = {group["strategy"]: group for group in written["groups"] if group["server"] == "llama.cpp"}
+    assert tuple(groups) == TEXT
+    assert groups["append-only"]["failure_codes"] == "exceed_context_size_error"
+    assert 0 < groups["append-only"]["completed_steps"] < 9
+    for key in TEXT[1:]:
+        assert (groups[key]["completed_steps"], groups[key]["failed_runs"]) == (9, 0), key
+    for group in groups.values():
+        (agent,) = group["run_details"]
+        assert agent["turns"][0]["reused_tokens"] < agent["turns"][0]["prefilled_tokens"]
+        assert agent["turns"][1]["reused_tokens"] >= agent["turns"][0]["prefilled_tokens"]
+    # The append-only prompt is computed once.
+    last = groups["append-only"]["run_details"][0]["turns"][-1]
+    computed = last["stream_tokens"] - last["generated_tokens"]
+    assert groups["append-only"]["prefilled_tokens"] == pytest.approx(computed, abs=60)
 
 
 def test_a_server_that_is_not_akv_needs_a_budget_and_skips_akv(tmp_path):

@@ -23,7 +23,7 @@ from akv_bench.trajectories import Trajectory, TrajectoryError, read
 from rich.console import Console
 
 from akv_sdk import ApiError, BadReply, ConnectionFailed, OutOfPages
-from tests.rival import Rival, rival_server
+from tests.rival import Rival, as_llama_cpp, rival_server
 
 JSON = dict[str, Any]
 
@@ -73,6 +73,13 @@ def test_mini_swe_agent_writes_a_list_or_an_object(tmp_path):
         {"role": "user", "content": "<output>a.py</output>"},
     )
     assert old.turns == [2, 4]
+
+
+def test_arguments_are_text_as_servers_want_them(tmp_path):
+    given = [{"x": "ä"}, '{"y":  1}', None]
+    calls = [{**CALL, "function": {"name": "f", "arguments": arguments}} for arguments in given]
+    found = read(saved(tmp_path, told(tool_calls=calls))).messages[1]["tool_calls"]
+    assert [call["function"]["arguments"] for call in found] == ['{"x": "ä"}', '{"y":  1}', "{}"]
 
 
 def test_mini_swe_agent_with_tool_calls_observes_by_tool_messages(tmp_path):
@@ -328,6 +335,42 @@ def test_what_was_reused_is_read_from_wherever_the_server_says_it(ends):
     ]
     assert (endpoint.model, endpoint.client, endpoint.hides_reuse) == ("other-model", None, False)
     assert all("akv" not in body and "return_token_ids" not in body for body in rival.asked)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_llama_cpp_says_its_window_what_it_reused_and_where_it_ends(is_old):
+    with rival_server() as rival:
+        as_llama_cpp(rival, 30, is_old=is_old)
+        replies, endpoint = asyncio.run(ask(rival, "hello", "hello, world"))
+        with pytest.raises(ApiError, match="exceeds the available context size") as error:
+            asyncio.run(ask(rival, "hello, " * 30))
+    assert [(reply.prompt_tokens, reply.prefilled_tokens, reply.reused_tokens) for reply in replies] == [
+        (11, 11, 0),
+        (18, 7, 11),
+    ]
+    assert (endpoint.model, endpoint.window_tokens, endpoint.client, endpoint.hides_reuse) == (
+        "m.gguf",
+        30,
+        None,
+        False,
+    )
+    assert error.value.code == "exceed_context_size_error"
+
+
+def test_llama_cpp_without_props_has_no_window():
+    with rival_server() as rival:
+        as_llama_cpp(rival, 30)
+        for rival.props in (None, {}, {"default_generation_settings": {"n_ctx": "many"}}):
+            assert asyncio.run(ask(rival))[1].window_tokens is None
+
+
+def test_a_server_that_is_not_ready_is_named():
+    with rival_server() as rival:
+        body = {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
+        rival.not_ready = (503, {}, body)
+        with pytest.raises(ApiError, match=f"other: GET {rival.url}/v1/models: Loading model") as error:
+            asyncio.run(ask(rival))
+    assert error.value.status == 503
 
 
 def test_a_server_that_hides_what_it_reuses_is_noticed():

@@ -89,7 +89,7 @@ class Endpoint:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConnectionFailed(f"{where}: cannot connect: {error or type(error).__name__}") from error
         if not response.is_success:
-            raise _refusal(response)
+            raise _refusal(response, f"{where}: ")
         try:
             card = response.json()["data"][0]
             self.model, window, owner = str(card["id"]), card.get("max_model_len"), card.get("owned_by")
@@ -98,6 +98,16 @@ class Endpoint:
         self.window_tokens = window if isinstance(window, int) else None
         if owner == "akv":
             self.client = AsyncClient(self._url, api_key=self._api_key, timeout_s=TIMEOUT_S)
+        elif owner == "llamacpp":
+            self.window_tokens = await self._llama_cpp_window()
+
+    async def _llama_cpp_window(self) -> int | None:
+        """What a slot of llama.cpp's server holds. Its model card says no more than what the model was trained for."""
+        try:
+            props = (await self._http.get("/props")).json()
+            return int(props["default_generation_settings"]["n_ctx"]) or None
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return None
 
     async def __aenter__(self) -> Endpoint:
         return self
@@ -153,8 +163,9 @@ class Endpoint:
                 async for chunk in response.aiter_bytes():
                     *lines, pending = (pending + chunk).split(b"\n")
                     for line in lines:
-                        if line.startswith(b"data:"):
-                            reader.read(line[5:].strip())
+                        field_name, _, data = line.partition(b":")
+                        if field_name in (b"data", b"error"):
+                            reader.read(data.strip(), is_error=field_name == b"error")
         except httpx.TimeoutException as error:
             raise Timeout(f"{self.name}: silent for {TIMEOUT_S:.0f} s") from error
         except httpx.HTTPError as error:
@@ -172,15 +183,16 @@ class _Reader:
         self._is_done = False
         self._ends: dict[str, Any] = {}  # what stands beside the choices: usage, timings, akv
 
-    def read(self, data: bytes) -> None:
+    def read(self, data: bytes, *, is_error: bool = False) -> None:
+        """A line's value. `is_error`: its name says so, as with llama.cpp before it answered with a status."""
         if data == b"[DONE]":
             self._is_done = True
             return
         try:
             chunk = json.loads(data)
             choices = chunk.get("choices") or []
-            if chunk.get("error"):
-                raise _error_of(chunk["error"], None)
+            if is_error or chunk.get("error"):
+                raise _error_of(chunk.get("error") or chunk, None)
             for choice in choices:
                 self._take(choice)
         except (ValueError, AttributeError, TypeError):
@@ -239,22 +251,21 @@ def _reused_tokens(prompt: int, usage: dict[str, Any], timings: dict[str, Any], 
     return None if tokens_cached is None else min(prompt, int(tokens_cached))
 
 
-def _refusal(response: httpx.Response) -> ApiError:
+def _refusal(response: httpx.Response, where: str = "") -> ApiError:
     try:
         error = response.json()["error"]
     except (ValueError, KeyError, TypeError):
         error = {"message": f"HTTP {response.status_code}: {response.text[:200] or 'empty reply'}"}
     retry_after = response.headers.get("retry-after", "")
-    return _error_of(error, response.status_code, float(retry_after) if retry_after.isdigit() else None)
+    return _error_of(error, response.status_code, float(retry_after) if retry_after.isdigit() else None, where)
 
 
-def _error_of(error: Any, status: int | None, retry_after_s: float | None = None) -> ApiError:
+def _error_of(error: Any, status: int | None, retry_after_s: float | None = None, where: str = "") -> ApiError:
     """Codes are words with AKV and OpenAI; llama.cpp has its word in `type` and a number for a code."""
     if not isinstance(error, dict):
         error = {"message": str(error)}
     words = [error.get(key) for key in ("code", "type")]
     code = next((word for word in words if isinstance(word, str) and word), f"http_{status}" if status else None)
     kind = ERROR_OF_CODE.get(code or "", ApiError)
-    return kind(
-        str(error.get("message")), code=code, param=error.get("param"), status=status, retry_after_s=retry_after_s
-    )
+    message = where + str(error.get("message"))
+    return kind(message, code=code, param=error.get("param"), status=status, retry_after_s=retry_after_s)

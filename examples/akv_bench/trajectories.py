@@ -152,8 +152,6 @@ def _message(place: str, raw: Any) -> Message:
         raise _Misfit(f"{place}.role: {raw.get('role')!r} is none of {', '.join(ROLES)}")
     for flag in FLAGS:
         _get(place, raw, flag, bool)
-    for where, call in _each(f"{place}.tool_calls", message.get("tool_calls", [])):
-        _check_call(where, call)
     if ids := _get(place, raw, "tool_call_ids", list):
         if not isinstance(ids[0], str):
             raise _Misfit(f"{place}.tool_call_ids[0]: is not text")
@@ -164,10 +162,13 @@ def _message(place: str, raw: Any) -> Message:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except ValueError as error:
             raise _Misfit(f"{place}.{name}: no request can hold it: {error}") from None
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_call(where, call) for where, call in _each(f"{place}.tool_calls", calls)]
     return message
 
 
-def _check_call(place: str, call: Any) -> None:
+def _call(place: str, call: Any) -> Message:
+    """A call with its arguments as text: most servers take them as nothing else."""
     if not isinstance(call, dict):
         raise _Misfit(f"{place}: is not an object")
     for name in ("id", "type"):
@@ -175,8 +176,12 @@ def _check_call(place: str, call: Any) -> None:
     function = _get(place, call, "function", dict)
     if function is None or _get(f"{place}.function", function, "name", str) is None:
         raise _Misfit(f"{place}.function.name: is missing")
-    if not isinstance(function.get("arguments"), str | dict | None):
+    arguments = function.get("arguments")
+    if isinstance(arguments, str | None):
+        return {**call, "function": {**function, "arguments": arguments or "{}"}}
+    if not isinstance(arguments, dict):
         raise _Misfit(f"{place}.function.arguments: is neither text nor an object")
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
 
 
 def _text(place: str, content: Any) -> str:
