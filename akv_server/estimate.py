@@ -19,6 +19,7 @@ from akv_server.errors import AkvError
 Dtype = Literal["bfloat16", "float8"]
 NUM_BYTES: dict[str, int] = {"bfloat16": 2, "float8": 1}
 ACTIVATION_BYTES = 2
+MAX_COUNT = 10**12  # of anything that is asked for: beyond it floats run out before sense does
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,8 @@ def cost(
     """
     if num_new < 1 or num_cached < 0 or step_tokens < 1:
         raise AkvError("invalid_request", "there must be at least one token to compute, and none fewer than cached")
-    ends = [num_cached + min(end, num_new) for end in range(step_tokens, num_new + step_tokens, step_tokens)]
+    num_steps = -(-num_new // step_tokens)
+    sum_of_ends = num_steps * num_cached + step_tokens * (num_steps * (num_steps - 1) // 2) + num_new
     pairs = num_new * num_cached + num_new * (num_new + 1) // 2
     width = shape.num_layers * shape.num_q_heads * shape.head_dim
     return Cost(
@@ -191,8 +193,8 @@ def cost(
         product_flops=2 * num_new * shape.num_layer_weights + 2 * shape.num_head_weights,
         attention_flops=4 * width * pairs,
         rotation_flops=3 * width * num_new * num_moved_segments,
-        weight_bytes=len(ends) * (shape.num_layer_weights + shape.num_head_weights) * weight_bytes,
-        kv_read_bytes=shape.num_kv_numbers * kv_bytes * sum(ends),
+        weight_bytes=num_steps * (shape.num_layer_weights + shape.num_head_weights) * weight_bytes,
+        kv_read_bytes=shape.num_kv_numbers * kv_bytes * sum_of_ends,
         kv_write_bytes=shape.num_kv_numbers * kv_bytes * num_new,
         activation_bytes=shape.num_activations * ACTIVATION_BYTES * num_new,
         reduced_bytes=2 * ACTIVATION_BYTES * shape.num_layers * shape.hidden_size * num_new,
@@ -253,21 +255,25 @@ def shape_of(model: str) -> Shape:
     experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if raw.get(name)]
     if experts:
         raise AkvError("invalid_request", f"{model}: a mixture of experts ({experts[0]}); only dense models are known")
-    try:
-        hidden_size, num_q_heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-        return Shape(
-            name=str(raw.get("_name_or_path") or path.resolve().parent.name),
-            num_layers=int(raw["num_hidden_layers"]),
-            hidden_size=hidden_size,
-            intermediate_size=int(raw["intermediate_size"]),
-            num_q_heads=num_q_heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or num_q_heads),
-            head_dim=int(raw.get("head_dim") or hidden_size // num_q_heads),
-            vocab_size=int(raw["vocab_size"]),
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise AkvError("invalid_request", f"{path}: {type(error).__name__} {error}") from error
+
+    def size(name: str, default: int | None = None) -> int:
+        value = default if raw.get(name) is None else raw[name]
+        if type(value) is not int or not 0 < value <= MAX_COUNT:
+            raise AkvError("invalid_request", f"{path}: {name}: {value!r} is no number from 1 to {MAX_COUNT:,}")
+        return value
+
+    hidden_size, num_q_heads = size("hidden_size"), size("num_attention_heads")
+    return Shape(
+        name=str(raw.get("_name_or_path") or path.resolve().parent.name),
+        num_layers=size("num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=size("intermediate_size"),
+        num_q_heads=num_q_heads,
+        num_kv_heads=size("num_key_value_heads", num_q_heads),
+        head_dim=size("head_dim", hidden_size // num_q_heads),
+        vocab_size=size("vocab_size"),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+    )
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -374,9 +380,7 @@ def report(options: argparse.Namespace) -> str:
             f"stream       {options.context:,} tokens; [{edit_at:,}, {edit_at + drop:,}) goes; then a turn of "
             f"{options.turn:,} tokens; steps of {options.step_tokens:,}",
             "",
-            f"{'':33}{'new':>7}{'cached':>9}{'FLOPs':>10}{'bytes':>10}{'FLOPs/B':>9}"
-            f"{'compute':>10}{'memory':>10}{'links':>10}{'time':>10}",
-            *(_row(name, work, times[name]) for name, work in works.items()),
+            *_lined_up([HEADS, *(_row(name, work, times[name]) for name, work in works.items())]),
             "",
             f"after AKV's drop the turn takes {after_edit.num_flops / after_drop.num_flops:.1f} times fewer FLOPs "
             f"than after an edit of the text, and {ratio:.1f} times less time",
@@ -389,16 +393,28 @@ def report(options: argparse.Namespace) -> str:
     )
 
 
-def _row(name: str, work: Cost, time: Time) -> str:
-    return (
-        f"{name:<33}{work.num_new:>7,}{work.num_cached:>9,}{work.num_flops:>10.3g}{work.num_bytes:>10.3g}"
-        f"{work.intensity:>9.1f}{_ms(time.compute_s):>10}{_ms(time.memory_s):>10}{_ms(time.links_s):>10}"
-        f"{_ms(time.total_s):>10}"
-    )
+HEADS = ["", "new", "cached", "FLOPs", "bytes", "FLOPs/B", "compute", "memory", "links", "time"]
+
+
+def _row(name: str, work: Cost, time: Time) -> list[str]:
+    counts = [f"{work.num_new:,}", f"{work.num_cached:,}", f"{work.num_flops:.3g}", f"{work.num_bytes:.3g}"]
+    times = [time.compute_s, time.memory_s, time.links_s, time.total_s]
+    return [name, *counts, f"{work.intensity:.1f}", *map(_ms, times)]
+
+
+def _lined_up(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table in lines: names to the left, numbers to the right, two spaces between columns however wide they are."""
+    first, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        for name, *cells in rows
+    ]
 
 
 def _ms(seconds: float) -> str:
     ms = 1000 * seconds
+    if ms >= 1e9:
+        return f"{ms:.3g} ms"
     return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.2g} ms" if ms < 1 else f"{ms:.1f} ms"
 
 
@@ -451,6 +467,8 @@ def _count(text: str) -> int:
     digits = text.replace(",", "").replace("_", "")
     if not (digits.isascii() and digits.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is no count")
+    if len(digits) > 4000 or int(digits) > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"at most {MAX_COUNT:,}")
     return int(digits)
 
 
@@ -459,6 +477,6 @@ def _rate(text: str) -> float:
         rate = float(text)
     except ValueError:
         rate = 0
-    if not 0 < rate < 1e9:
+    if not 1e-6 <= rate < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is no rate")
     return rate

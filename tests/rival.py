@@ -23,9 +23,9 @@ OVERFLOW = {"code": 400, "message": "request exceeds the available context size"
 class Rival:
     """Where it listens, what it was asked, and how it behaves.
 
-    `card` is its model's, unless it is `not_ready`; `props` is the reply of that route, if it has one; `ends` makes what
-    stands beside the choices of the last chunk from the lengths of a prompt and of what was reused of it; `refuse` gives
-    a status, headers and a body for a request, or None to answer it.
+    `card` is its model's, unless it is `not_ready`; `props` is the reply of that route, if it has one; `ends` makes
+    what stands beside the choices of the last chunk from the lengths of a prompt and of what was reused of it; `refuse`
+    gives a status, headers and a body for a request, or None to answer it.
     """
 
     url: str = ""

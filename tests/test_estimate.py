@@ -60,8 +60,9 @@ def test_llama_70b_by_hand() -> None:
     assert time.links_s == pytest.approx(2 * 80 * 32_000 * 8192 * 2 * 1.75 / 450e9)
 
 
-def test_the_formulas_are_what_loops_over_tokens_and_steps_count() -> None:
-    num_new, num_cached, step_tokens = 23, 9, 5
+@pytest.mark.parametrize("num_new", [1, 5, 20, 23])
+def test_the_formulas_are_what_loops_over_tokens_and_steps_count(num_new: int) -> None:
+    num_cached, step_tokens = 9, 5
     work = cost(
         TOY, num_new=num_new, num_cached=num_cached, num_moved_segments=2, weight_bytes=1, step_tokens=step_tokens
     )
@@ -183,8 +184,12 @@ def test_a_shape_comes_from_a_config_file_or_its_folder(tmp_path: Path) -> None:
 def test_a_config_of_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AkvError, match="mixture of experts"):
         estimate.shape_of(str(config(tmp_path, num_local_experts=8)))
-    with pytest.raises(AkvError, match="KeyError 'hidden_size'"):
-        estimate.shape_of(str(config(tmp_path, hidden_size=None)))
+    for name, value in (("hidden_size", None), ("vocab_size", "many"), ("head_dim", 0), ("num_hidden_layers", 10**13)):
+        with pytest.raises(AkvError, match=rf"config\.json: {name}: {value!r} is no number from 1 to"):
+            estimate.shape_of(str(config(tmp_path, **{name: value})))
+    (tmp_path / "config.json").write_text('{"hidden_size": 1, "num_attention_heads": 1e999}')
+    with pytest.raises(AkvError, match="num_attention_heads: inf is no number"):
+        estimate.shape_of(str(tmp_path))
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(AkvError, match=r"neither a config\.json nor"):
         estimate.shape_of(str(tmp_path))
@@ -211,6 +216,26 @@ def test_the_command_prints_figures_and_formulas(capsys: pytest.CaptureFixture[s
     (ratio,) = re.findall(r"and ([\d.]+) times less time", out)
     assert float(ratio) == pytest.approx(float(edit.replace(",", "")) / float(drop), rel=0.02)
     assert max(map(len, out.splitlines())) <= 132
+
+
+def test_a_context_that_nobody_has_takes_no_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    """A trillion tokens in steps of one: no loop over steps ends before the tests do."""
+    options = ["--model", "smollm2-135m", "--context", "1000000000000", "--step-tokens", "1"]
+    status, out, _ = run(capsys, *options, "--turn", "1000000000000")
+    assert status == 0
+    (prefill,) = re.findall(r"prefill of the whole context  (.*)", out)
+    # each step reads 2 * 30 * 3 * 64 numbers of 2 B for every token before it: half of 1e24 tokens in all
+    assert prefill.split()[:4] == ["1,000,000,000,000", "0", "3.46e+28", "1.15e+28"]
+    assert max(map(len, out.splitlines())) <= 160
+
+
+def test_columns_stay_apart_however_wide_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    for context in ("1000", "64000", "1000000000000"):
+        _, out, _ = run(capsys, "--model", "llama-3.1-70b", "--context", context)
+        table = [line for line in out.splitlines() if re.match("(  +new|prefill of|next turn|one decoded)", line)]
+        assert len(table) == 7
+        assert [len(re.split("  +", line.strip())) for line in table] == [9, *[10] * 6]
+        assert len({len(line) for line in table}) == 1
 
 
 def test_other_hardware_by_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,9 +265,21 @@ def test_what_cannot_be_estimated(capsys: pytest.CaptureFixture[str], options: l
 
 
 @pytest.mark.parametrize(
-    "options", [["--context", "-1"], ["--num-gpus", "0"], ["--tflops", "0"], ["--weights", "int3"]]
+    ("options", "what"),
+    [
+        (["--context", "-1"], "--context: '-1' is no count"),
+        (["--context", "1000000000001"], "--context: at most 1,000,000,000,000"),
+        (["--turn", "9" * 10_000], "--turn: at most 1,000,000,000,000"),
+        (["--num-gpus", "0"], "--num-gpus: '0' is no positive number"),
+        (["--num-gpus", "1_000_000_000_001"], "--num-gpus: at most"),
+        (["--step-tokens", "1e12"], "--step-tokens: '1e12' is no count"),
+        (["--tflops", "0"], "--tflops: '0' is no rate"),
+        (["--gbps", "1e-300"], "--gbps: '1e-300' is no rate"),
+        (["--weights", "int3"], "--weights: invalid choice"),
+    ],
 )
-def test_options_that_make_no_sense(options: list[str]) -> None:
+def test_options_that_make_no_sense(capsys: pytest.CaptureFixture[str], options: list[str], what: str) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["estimate", "--model", "qwen3-8b", *options])
     assert ended.value.code == 2
+    assert what in capsys.readouterr().err
