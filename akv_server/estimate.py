@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -338,10 +340,13 @@ class Scenario:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the estimate. Returns the exit status: 0 done, 2 asked for what cannot be."""
+    """Prints the estimate. Returns the exit status: 0 done, 2 asked for what cannot be, 141 where nobody reads on."""
     options = _parser().parse_args(argv)
     try:
-        print(report(options))
+        print(report(options), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be flushed at the exit
+        return 128 + signal.SIGPIPE
     except AkvError as error:
         print(f"akv: {error.message}", file=sys.stderr)
         return 2

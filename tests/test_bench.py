@@ -6,9 +6,11 @@ import asyncio
 import csv
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -409,6 +411,40 @@ def test_a_stop_keeps_what_was_measured_and_takes_the_server_along(tmp_path):
     assert len(whole["groups"]) < 12
     assert "append-only" in (tmp_path / "bench.csv").read_text()
     assert f"pool     {16 * 8192} tokens" in (tmp_path / "server.log").read_text()
+
+
+def test_nobody_reading_on_ends_it_quietly_with_what_was_measured(tmp_path):
+    """As `akv bench … | head` is."""
+    path = recorded(tmp_path, "wx", 3)
+    with rival_server() as rival:
+        options = ["--url", rival.url, "--budget", "700", "--sessions", "1", "--out", str(tmp_path)]
+        command = [sys.executable, "-m", "akv_server.cli", "bench", str(path), *options]
+        bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert bench.stdout is not None and bench.stderr is not None
+        goes_on = threading.Event()
+        rival.refuse = lambda body, attempt: None if attempt <= 6 or goes_on.wait(60) else (500, {}, {})
+        while "Append-only x1: 3/3" not in bench.stdout.readline():
+            assert bench.poll() is None
+        bench.stdout.close()
+        goes_on.set()
+        assert (bench.wait(60), bench.stderr.read()) == (128 + signal.SIGPIPE, "")
+        bench.stderr.close()
+    groups = json.loads((tmp_path / "bench.json").read_text())["groups"]
+    assert [(group["strategy"], group["completed_steps"]) for group in groups] == [
+        ("append-only", 3),
+        ("truncation", 3),
+    ]
+
+
+def test_nobody_reading_an_error_ends_it_quietly(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "akv_server.cli", "bench", str(tmp_path / "missing.json")]
+    try:
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_the_benchmark_needs_neither_torch_nor_a_plot_to_begin():

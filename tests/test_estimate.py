@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -236,6 +240,17 @@ def test_columns_stay_apart_however_wide_their_figures(capsys: pytest.CaptureFix
         assert len(table) == 7
         assert [len(re.split("  +", line.strip())) for line in table] == [9, *[10] * 6]
         assert len({len(line) for line in table}) == 1
+
+
+def test_nobody_reading_on_ends_it_quietly() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "akv_server.cli", "estimate", "--model", "qwen3-8b"]
+    try:
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_other_hardware_by_its_rates(capsys: pytest.CaptureFixture[str]) -> None:

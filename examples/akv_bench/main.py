@@ -1,7 +1,8 @@
 """`akv bench`: recorded agents, replayed against a server under several ways to keep their context small.
 
 Owns options, the order of events, and exit statuses: 0 where it ran to its end (a strategy that fails is a result), 1
-where nothing could be measured, 2 for options that make no sense, 130 when stopped, with what was measured so far.
+where nothing could be measured, 2 for options that make no sense, 130 when stopped, 141 where nobody reads on
+(`| head`); either way the files have what was measured so far.
 """
 
 from __future__ import annotations
@@ -170,8 +171,8 @@ class Bench:
         except AkvError as error:
             self.notes.append(f"{report.title_of(group, MAIN)} was not scored: {error}")
         finally:
-            view.end(group)
             self.write()
+            view.end(group)
 
     def write(self) -> None:
         """The files, of what was measured so far."""
@@ -219,13 +220,29 @@ class Bench:
         self.console.print(Text(line, style=style), soft_wrap=True)
 
 
+class _Output(Console):
+    """One that leaves it to `main` what happens when nobody reads on, as older ones do; rich would exit by itself."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise  # the BrokenPipeError that this is called for
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
+    try:
+        return _main(argv)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be flushed at the exit
+        return 128 + signal.SIGPIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     options = parser.parse_args(given)
     settings = _settings(parser, options, "akv bench " + shlex.join(given))
-    console = Console()
+    console = _Output()
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # a stop is a stop
     try:
         trajectories = [read(path).cut(options.limit_steps) for path in options.trajectories]
@@ -241,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("stopped")
         return 130
+    except BrokenPipeError:
+        raise
     except (AkvError, TrajectoryError, OSError, RuntimeError, ValueError) as error:
         console.print(Text(f"error: {error}", style="red"), soft_wrap=True)
         return 1
