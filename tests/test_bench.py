@@ -295,6 +295,7 @@ def test_failures_are_reported_as_failures(server, tmp_path):
     common = min(group["completed_steps"] for group in groups.values())
     assert common - 1 <= groups["akv-repos"]["scored_steps"] <= common
     assert groups["akv-repos"]["run_details"][0]["turns"][-1]["stream_tokens"] > WINDOW
+    assert f"Note: kl: beyond the model's window of {WINDOW:,} tokens on akv (up to " in printed
     assert f"kl failed at step {groups['akv-gap']['completed_steps'] + 1} of 13: messages: the stream" in printed
 
 
@@ -328,6 +329,8 @@ def test_llama_cpp_is_a_rival(server, tmp_path, capsys):
         assert main([str(path), *options, "--budget", "900", "--max-tokens", "3", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert printed.split("Replaying")[1].count("llama.cpp is no AKV server: akv-gap, akv-repos left out") == 2
+    assert "Note: lc: beyond the model's window of 1,500 tokens on llama.cpp (up to " in printed
+    assert "tokens on akv (up to" not in printed
     written = json.loads((out / "bench.json").read_text())
     assert written["servers"]["llama.cpp"] == {"model": "m.gguf", "window_tokens": 1500}
     groups = {group["strategy"]: group for group in written["groups"] if group["server"] == "llama.cpp"}
@@ -384,6 +387,7 @@ def test_a_budget_that_cannot_be_is_refused_before_anything_runs(server, tmp_pat
 def test_a_recording_within_the_budget_is_remarked_upon(server, tmp_path):
     written, printed = run({"akv": server.url}, tmp_path, recorded(tmp_path, "st", 3), strategies=["truncation"])
     assert f"no trajectory is longer than the budget of {WINDOW * 3 // 4:,} tokens" in printed
+    assert "beyond the model's window" not in printed
     assert written["groups"][0]["nats_per_token"] is None
 
 

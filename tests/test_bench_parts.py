@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import io
 import json
 import math
 import random
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -540,13 +542,40 @@ def test_all_files_say_the_same(tmp_path):
     assert json.loads((tmp_path / "bench.json").read_text())["groups"] == []
 
 
-def test_tables_are_whole_on_a_narrow_terminal_and_name_the_failure():
-    console = Console(width=80, record=True)
-    report.show(console, report.rows(GROUPS, "akv", PRICES))
-    text = console.export_text()
+def shown(width: int, found: list[dict[str, str]], *, is_terminal: bool = True) -> str:
+    console = Console(width=width, record=True, force_terminal=is_terminal, file=io.StringIO())
+    report.show(console, found)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 400])
+def test_tables_are_whole_on_any_terminal(width):
+    """One that is too narrow for a row has the table in parts, and each part says what its rows are of."""
+    found = report.rows(GROUPS, "akv", PRICES)
+    text = shown(width, found)
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    blocks = text.split("\n\n")
+    assert (len(blocks) == 1) == (width == 400)
+    cells: list[list[str]] = [[] for _ in found]
+    for block in blocks:
+        rows = block.splitlines()[-len(found) :]
+        for row, line, group in zip(cells, rows, GROUPS, strict=True):
+            name, sessions, *rest = re.split("  +", line.strip())
+            assert (name, sessions) == (group.name, "1")
+            row += rest
+    assert cells == [list(row.values())[report.NUM_NAMES :] for row in found]
+
+
+def test_tables_are_in_one_piece_where_no_terminal_is_too_narrow():
+    found = report.rows(GROUPS, "akv", PRICES)
+    assert shown(80, found, is_terminal=False) == shown(400, found)
+
+
+def test_a_terminal_too_narrow_for_any_table_loses_nothing():
+    found = report.ratios(GROUPS)
+    text = shown(20, found)
     assert "…" not in text
-    row = next(line.split() for line in text.splitlines() if line.startswith("Append-only"))
-    assert row[-3:] == ["2/6", "2x", "context_length_exceeded"]
+    assert text.count("akv: Summarisation") == text.count("akv: AKV + repos") / len(found) == 5
 
 
 def test_plot_of_several_numbers_of_sessions(tmp_path):

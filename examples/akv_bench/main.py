@@ -86,6 +86,7 @@ class Bench:
             await lengths.learn(trajectory.messages)
             await lengths.learn(cleared(trajectory.messages, trajectory.observations))
         self.limits = self._limits(lengths)
+        self._note_windows(lengths)
         planned = list(self._planned())
         self._introduce(planned)
         with View(self.console, MAIN, len(planned)) as view:
@@ -117,6 +118,21 @@ class Bench:
                 "strategies do the same"
             )
         return Limits(budget, limits.max_tokens)
+
+    def _note_windows(self, lengths: Lengths) -> None:
+        """What a reader has to know of strategies that fail."""
+        needed = {
+            each.name: lengths.prompt(each.messages[: each.turns[-1]]) + self.limits.max_tokens
+            for each in self.trajectories
+        }
+        for endpoint in self.endpoints:
+            window = endpoint.window_tokens
+            beyond = [name for name, num_tokens in needed.items() if window is not None and num_tokens > window]
+            if beyond:
+                self.notes.append(
+                    f"{', '.join(beyond)}: beyond the model's window of {window:,} tokens on {endpoint.name} (up to "
+                    f"{max(needed.values()):,}); a strategy that keeps all of it visible, or leaves gaps, fails there"
+                )
 
     def _planned(self) -> Iterator[tuple[Endpoint, str, int]]:
         for endpoint in self.endpoints:

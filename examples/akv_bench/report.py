@@ -27,7 +27,8 @@ from akv_bench.measure import Measured, Turn
 from akv_bench.replay import Group
 
 HERO = "akv-repos"
-MAX_WIDTH = 1000  # columns of a table
+MAX_WIDTH = 1000  # characters of a table
+NUM_NAMES = 2  # columns that say what a row is of
 CLAIMS = {
     "summarisation": "5.9 (P95, 64k, 70B on 8 H100)",
     "truncation": "2.3 (P50, 64k, 70B on 8 H100)",
@@ -174,17 +175,32 @@ def _rate(value: float | None, num_digits: int) -> str:
 
 
 def show(console: Console, found: Sequence[dict[str, str]]) -> None:
-    """On a terminal; a table that is too wide for it goes on rather than lose something."""
+    """On a terminal, in as many tables below one another as it is too narrow for one; each names its rows anew. Where
+    it is too narrow for any, and where there is no terminal, lines go on rather than lose something."""
+    heads = list(found[0])
+    width = console.width if console.is_terminal else MAX_WIDTH
+    options = console.options.update(max_width=MAX_WIDTH)
+    rest = heads[NUM_NAMES:]
+    while rest:
+        for num_shown in range(len(rest), 0, -1):
+            table = _table(found, [*heads[:NUM_NAMES], *rest[:num_shown]])
+            if console.measure(table, options=options).maximum <= width:
+                break
+        console.print(Segments(list(console.render(table, options))), crop=False, soft_wrap=True)
+        if rest := rest[num_shown:]:
+            console.print()
+
+
+def _table(found: Sequence[dict[str, str]], heads: Sequence[str]) -> Table:
     result = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for head in found[0]:
+    for head in heads:
         result.add_column(head.replace(" ", "\n", 1), justify="right", no_wrap=True, vertical="bottom")
-    result.columns[0].header, result.columns[0].justify = next(iter(found[0])), "left"
+    result.columns[0].header, result.columns[0].justify = heads[0], "left"
     for row in found:
-        first, *rest = row.values()
+        first, *rest = (row[head] for head in heads)
         colour = COLOURS.get(first.split(": ")[-1], "")
         result.add_row(Text(first, style=f"bold {colour}"), *rest)
-    rendered = console.render(result, console.options.update(max_width=MAX_WIDTH))
-    console.print(Segments(list(rendered)), crop=False, soft_wrap=True)
+    return result
 
 
 def markdown(found: Sequence[dict[str, str]]) -> str:
