@@ -7,7 +7,7 @@ nothing else of the SDK. Spans are half-open `[start, end)` ranges of stream *in
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
@@ -17,6 +17,10 @@ Repos = StrictBool | Literal["auto"]
 Mode = Literal["mask", "forget"]
 OnMiss = Literal["replay", "forget"]
 BlockKind = Literal["observation", "thinking", "tool_input"]
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list in a request. Its first misfit is the one that is named: looking for more would take as long as it is."""
 
 
 class Wire(BaseModel):
@@ -72,7 +76,7 @@ class Marking(Wire):
     keep_head: Index = 0
     keep_tail: Index = 0
     pinned: StrictBool = False
-    tags: list[str] = []
+    tags: Items[str] = []
 
 
 class MessageMarking(Marking):
@@ -81,7 +85,7 @@ class MessageMarking(Marking):
     message, so that its tokens lie where they lay. Text that a model wrote need not tokenize as it did.
     """
 
-    token_ids: list[Index] | None = Field(default=None, max_length=1_000_000)
+    token_ids: Items[Index] | None = Field(default=None, max_length=1_000_000)
 
 
 class Mark(Marking):
@@ -121,9 +125,9 @@ class AkvRequest(Wire):
     """
 
     session: str | None = Field(default=None, min_length=1, max_length=200)
-    ops: list[Op] | None = Field(default=None, max_length=100_000)
+    ops: Items[Op] | None = Field(default=None, max_length=100_000)
     on_miss: OnMiss = "replay"
-    marks: list[Mark] | None = Field(default=None, max_length=100_000)
+    marks: Items[Mark] | None = Field(default=None, max_length=100_000)
     auto_drop: AutoDrop | StrictBool | None = None
 
 
@@ -184,8 +188,8 @@ class ClearToolUses20250919(Wire):
     trigger: Annotated[InputTokens | ToolUses, Field(discriminator="type")] = InputTokens(value=100_000)
     keep: ToolUses = ToolUses(value=3)
     clear_at_least: InputTokens | None = None
-    exclude_tools: list[str] | None = None
-    clear_tool_inputs: StrictBool | list[str] | None = None
+    exclude_tools: Items[str] | None = None
+    clear_tool_inputs: StrictBool | Items[str] | None = None
 
 
 class ClearThinking20251015(Wire):
@@ -202,7 +206,7 @@ class ClearToolUsesEdit(Wire):
     trigger: Index = 100_000
     keep: Index = 3
     clear_at_least: Index = 0
-    exclude_tools: list[str] = []
+    exclude_tools: Items[str] = []
     clear_tool_inputs: StrictBool = False
     placeholder: str = "[cleared]"
 
@@ -236,7 +240,7 @@ class ContextManagement(Wire):
     """Anthropic's `context_management` object, as a completion request may carry it. Its list takes AKV's policies,
     too."""
 
-    edits: list[Edit] = Field(default=[], max_length=100)
+    edits: Items[Edit] = Field(default=[], max_length=100)
 
     @model_validator(mode="after")
     def _thinking_first(self) -> ContextManagement:
@@ -284,9 +288,9 @@ class DropRequest(Wire):
     """
 
     session: str = Field(min_length=1, max_length=200)
-    spans: list[Span] | None = Field(default=None, max_length=10_000)
-    blocks: list[str] | None = Field(default=None, max_length=10_000)
-    pages: list[Index] | None = Field(default=None, max_length=100_000)
+    spans: Items[Span] | None = Field(default=None, max_length=10_000)
+    blocks: Items[str] | None = Field(default=None, max_length=10_000)
+    pages: Items[Index] | None = Field(default=None, max_length=100_000)
     repos: Repos = True
     mode: Mode = "mask"
 
@@ -305,8 +309,8 @@ class RestoreRequest(Wire):
     """
 
     session: str = Field(min_length=1, max_length=200)
-    spans: list[Span] | None = Field(default=None, max_length=10_000)
-    blocks: list[str] | None = Field(default=None, max_length=10_000)
+    spans: Items[Span] | None = Field(default=None, max_length=10_000)
+    blocks: Items[str] | None = Field(default=None, max_length=10_000)
     repos: Repos = True
 
     @model_validator(mode="after")
@@ -423,8 +427,8 @@ class RenderRequest(Wire):
     """Body of `POST /v1/render`: the tokens and spans a chat request would have, without running it."""
 
     model: str | None = None
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]]
+    tools: Items[dict[str, Any]] | None = None
     add_generation_prompt: StrictBool = True
 
 
@@ -451,7 +455,7 @@ class TokenizeReply(Reply):
 
 class DetokenizeRequest(Wire):
     model: str | None = None
-    tokens: list[Index] = Field(max_length=1_000_000)
+    tokens: Items[Index] = Field(max_length=1_000_000)
 
 
 class DetokenizeReply(Reply):

@@ -1,6 +1,6 @@
 """HTTP: every route, who may call it, how a body is read and how an error looks. The only module that imports FastAPI.
 
-Owns status codes, headers, server-sent events, API keys, the bound on bodies, and noticing that a client has left.
+Owns status codes, headers, server-sent events, API keys, and noticing that a client has left.
 Decides nothing about streams: that is `sessions.py`, and `completions.py` for running them.
 """
 
@@ -13,9 +13,11 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -25,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from akv_sdk import types
 from akv_server import messages
+from akv_server.bodies import MAX_BODY_BYTES, Bodies
 from akv_server.completions import Completion, Completions
 from akv_server.errors import AkvError
 from akv_server.messages_reply import Reply
@@ -32,8 +35,9 @@ from akv_server.requests import ChatBody, CompletionBody, parse, read_json
 
 log = logging.getLogger("akv")
 
-MAX_BODY_BYTES = 32 * 2**20
 OPEN_ROUTES = ("/health", "/version")
+
+T = TypeVar("T")
 
 
 def create_app(
@@ -55,44 +59,45 @@ def create_app(
         "max_model_len": service.window,
     }
 
-    async def body(request: Request) -> dict[str, Any]:
-        return read_json(await _read(request, max_body_bytes))
+    bodies = Bodies(max_body_bytes)
+
+    def reading(request: Request, make: Callable[[dict[str, Any]], T]) -> AbstractAsyncContextManager[T]:
+        return bodies.read(request.stream(), _content_length(request), lambda data: make(read_json(data)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return CompletionResponse(service, request, parse(ChatBody, await body(request)))
+        return CompletionResponse(service, request, reading(request, partial(parse, ChatBody)))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return CompletionResponse(service, request, parse(CompletionBody, await body(request)))
+        return CompletionResponse(service, request, reading(request, partial(parse, CompletionBody)))
 
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:
-        return MessageResponse(service, request, messages.asked(await body(request)))
+        return MessageResponse(service, request, reading(request, messages.asked))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        fields = messages.asked(await body(request), messages.CountBody)
-        try:
-            async with service.apart(fields.body):
+        async with reading(request, partial(messages.asked, kind=messages.CountBody)) as fields:
+            try:
                 return JSONResponse(messages.counted(fields, *await asyncio.to_thread(service.count, fields.body)))
-        except AkvError as error:
-            raise fields.renamed(error) from error
+            except AkvError as error:
+                raise fields.renamed(error) from error
 
     @app.post("/v1/cache/drop")
     async def drop(request: Request) -> Response:
-        fields = parse(types.DropRequest, await body(request))
-        return _json(await sessions.drop(_tenant(request), fields, key=_idempotency_key(request)))
+        async with reading(request, partial(parse, types.DropRequest)) as fields:
+            return _json(await sessions.drop(_tenant(request), fields, key=_idempotency_key(request)))
 
     @app.post("/v1/cache/restore")
     async def restore(request: Request) -> Response:
-        fields = parse(types.RestoreRequest, await body(request))
-        return _json(await sessions.restore(_tenant(request), fields, key=_idempotency_key(request)))
+        async with reading(request, partial(parse, types.RestoreRequest)) as fields:
+            return _json(await sessions.restore(_tenant(request), fields, key=_idempotency_key(request)))
 
     @app.post("/v1/cache/repos")
     async def repos(request: Request) -> Response:
-        fields = parse(types.ReposRequest, await body(request))
-        return _json(await sessions.repos(_tenant(request), fields, key=_idempotency_key(request)))
+        async with reading(request, partial(parse, types.ReposRequest)) as fields:
+            return _json(await sessions.repos(_tenant(request), fields, key=_idempotency_key(request)))
 
     @app.get("/v1/cache/sessions")
     async def list_sessions(request: Request) -> Response:
@@ -109,9 +114,11 @@ def create_app(
 
     @app.post("/v1/cache/sessions/{name:path}/fork")
     async def fork_session(request: Request, name: str) -> Response:
-        data = await _read(request, max_body_bytes)
-        copy = parse(types.ForkRequest, read_json(data) if data.strip() else {}).session
-        return _json(await sessions.fork(_tenant(request), name, copy))
+        def make(data: bytes) -> types.ForkRequest:
+            return parse(types.ForkRequest, read_json(data) if data.strip() else {})
+
+        async with bodies.read(request.stream(), _content_length(request), make) as fields:
+            return _json(await sessions.fork(_tenant(request), name, fields.session))
 
     @app.get("/v1/cache/stats")
     async def stats(request: Request) -> Response:
@@ -119,21 +126,20 @@ def create_app(
 
     @app.post("/v1/render")
     async def render(request: Request) -> Response:
-        fields = parse(types.RenderRequest, await body(request))
-        async with service.apart(fields):
+        async with reading(request, partial(parse, types.RenderRequest)) as fields:
             return _json(await asyncio.to_thread(service.render, fields))
 
     @app.post("/tokenize")
     @app.post("/v1/tokenize")
     async def tokenize(request: Request) -> Response:
-        fields = parse(types.TokenizeRequest, await body(request))
-        async with service.apart(fields):
+        async with reading(request, partial(parse, types.TokenizeRequest)) as fields:
             return _json(await asyncio.to_thread(service.tokenize, fields))
 
     @app.post("/detokenize")
     @app.post("/v1/detokenize")
     async def detokenize(request: Request) -> Response:
-        return _json(service.detokenize(parse(types.DetokenizeRequest, await body(request))))
+        async with reading(request, partial(parse, types.DetokenizeRequest)) as fields:
+            return _json(await asyncio.to_thread(service.detokenize, fields))
 
     @app.get("/v1/tokenizer")
     async def published_tokenizer() -> Response:
@@ -225,23 +231,30 @@ class CompletionResponse(Response):
     """Runs a completion for as long as its client listens. Streams start with the first token, so that whatever fails
     before it has an error status of its own."""
 
-    def __init__(self, service: Completions, request: Request, fields: ChatBody | CompletionBody) -> None:
+    def __init__(self, service: Completions, request: Request, reading: AbstractAsyncContextManager[Any]) -> None:
         super().__init__()
         self._service = service
-        self._fields = fields
+        self._reading = reading
         self._tenant = _tenant(request)
         self._header_session = request.headers.get("x-akv-session")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send_all = self._stream(send) if self._fields.stream else self._send_whole(scope, receive, send)
+        async with AsyncExitStack() as preparing:
+            await self._run(await preparing.enter_async_context(self._reading), preparing, scope, receive, send)
+
+    async def _run(self, fields: Any, preparing: AsyncExitStack, scope: Scope, receive: Receive, send: Send) -> None:
+        run = self._service.run(self._tenant, self._header_session, fields, preparing)
+        send_all = self._stream(run, send) if fields.stream else self._send_whole(run, scope, receive, send)
         await _while_connected(receive, send_all)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._service.run(self._tenant, self._header_session, self._fields) as completion:
+    async def _send_whole(
+        self, run: AbstractAsyncContextManager[Completion], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        async with run as completion:
             body = await self._whole(completion)
         await JSONResponse(body)(scope, receive, send)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, run: AbstractAsyncContextManager[Completion], send: Send) -> None:
         has_started = False
 
         async def put(event: str, more: bool = True) -> None:
@@ -249,7 +262,7 @@ class CompletionResponse(Response):
             await asyncio.sleep(0)  # to hear of a client that has left, and end, before the next one
 
         try:
-            async with self._service.run(self._tenant, self._header_session, self._fields) as completion:
+            async with run as completion:
                 async for event in self._events(completion):
                     if not has_started:
                         has_started = True
@@ -289,16 +302,14 @@ class MessageResponse(CompletionResponse):
     """The same as Anthropic answers. A whole message is what its events add up to."""
 
     _last_event = ""
+    _asked: messages.Asked
 
-    def __init__(self, service: Completions, request: Request, asked: messages.Asked) -> None:
-        super().__init__(service, request, asked.body)
+    async def _run(self, asked: Any, preparing: AsyncExitStack, scope: Scope, receive: Receive, send: Send) -> None:
         self._asked = asked
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await super()._run(asked.body, preparing, scope, receive, send)
         except AkvError as error:
-            raise self._asked.renamed(error) from error
+            raise asked.renamed(error) from error
 
     def _reply(self, completion: Completion) -> Reply:
         num_prompt_tokens = completion.num_visible_prompt_tokens
@@ -340,22 +351,9 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
         task.result()
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, if it is not too large. What is beyond the bound is read and thrown away for a while, so that a client
-    that only listens once it has sent everything hears the refusal."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= max_bytes:
-            parts.append(part)
-        elif size > 8 * max_bytes:
-            break
-        else:
-            parts.clear()
-    if size > max_bytes:
-        raise AkvError("request_too_large", f"the body is larger than {max_bytes} bytes")
-    return b"".join(parts)
+def _content_length(request: Request) -> int | None:
+    given = request.headers.get("content-length", "")
+    return int(given) if given.isascii() and given.isdigit() else None
 
 
 def _tenant(request: Request) -> str:

@@ -24,13 +24,12 @@ from akv_server.grammar import Constraint, Grammars
 from akv_server.journal import Journal
 from akv_server.metrics import RequestMetrics, exposition
 from akv_server.model import ModelConfig
-from akv_server.prompts import Body, ChatPrompt, Prompt, TextPrompt, num_chars, render
+from akv_server.prompts import ChatPrompt, Prompt, TextPrompt, render
 from akv_server.requests import ChatBody, CompletionBody
 from akv_server.sessions import DAY_S, MAX_SESSIONS, Cache, Sessions, Turn
 from akv_server.streams import Stream
 from akv_server.tokenizer import Tokenizer
 
-LARGE_CHARS = 2**18  # half a second's work
 MakeConstraint = Callable[[], Constraint]
 
 
@@ -74,7 +73,6 @@ class Completions:
         self.chat = Chat(tokenizer)
         self.requests = RequestMetrics()
         self._num_vocab = config.vocab_size
-        self._large = asyncio.Lock()
         self._grammars = Grammars(tokenizer, config.vocab_size, self.chat.end_ids if tokenizer.chat_template else ())
         self.sessions = Sessions(
             engine,
@@ -93,52 +91,40 @@ class Completions:
 
     @asynccontextmanager
     async def run(
-        self, tenant: str, header_session: str | None, body: ChatBody | CompletionBody
+        self, tenant: str, header_session: str | None, body: ChatBody | CompletionBody, preparing: AsyncExitStack
     ) -> AsyncIterator[Completion]:
-        """A completion that runs until the block ends; leaving it early aborts the work. Raises AkvError, with nothing
-        changed, for whatever can be known before."""
+        """A completion that runs until the block ends; leaving it early aborts the work. `preparing` is closed as soon
+        as the body has become a prompt. Raises AkvError, with nothing changed, for whatever can be known before."""
         arrived_s = self.requests.clock()
         self.check_model(body.model)
         akv = body.akv or types.AkvRequest()
-        async with AsyncExitStack() as preparing:
-            await preparing.enter_async_context(self.apart(body))
-            prompt, constraint = await asyncio.to_thread(self._prompt, body)  # rendering a long one takes a while
-            async with self.sessions.turn(
-                tenant,
-                akv.session or _checked_name(header_session) or body.prompt_cache_key,
-                prompt.continued,
-                cache_salt=body.cache_salt,
-                ops=akv.ops,
-                on_miss=akv.on_miss,
-                edit=self._management(body, akv).apply,
-                num_asked=body.max_new_tokens or 0,
-            ) as turn:
-                await preparing.aclose()
-                dropping = self._auto_dropping(tenant, akv, turn)
-                attention = Attention(len(turn.stream.tokens)) if dropping else None
-                work = self._work(body, prompt, turn, constraint, attention)
-                generation = Generation(self.engine, self.tokenizer, work, self.requests, arrived_s)
-                try:
-                    generation.start()
-                    self.sessions.keep_prompt(turn)
-                    yield Completion(self, body, prompt, turn, generation, dropping)
-                except Exception as error:
-                    self.sessions.take_back(turn)
-                    if isinstance(error, AkvError) and error.param == "messages":  # the engine cannot know the field
-                        error.param = "messages" if isinstance(body, ChatBody) else "prompt"
-                    raise
-                finally:
-                    generation.abort()
-
-    @asynccontextmanager
-    async def apart(self, body: Body) -> AsyncIterator[None]:
-        """A body with much text in it is made tokens in this block, while no other one is: that bounds what they take,
-        and leaves threads for all the small ones."""
-        if num_chars(body) <= LARGE_CHARS:
-            yield
-            return
-        async with self._large:
-            yield
+        prompt, constraint = await asyncio.to_thread(self._prompt, body)  # rendering a long one takes a while
+        async with self.sessions.turn(
+            tenant,
+            akv.session or _checked_name(header_session) or body.prompt_cache_key,
+            prompt.continued,
+            cache_salt=body.cache_salt,
+            ops=akv.ops,
+            on_miss=akv.on_miss,
+            edit=self._management(body, akv).apply,
+            num_asked=body.max_new_tokens or 0,
+        ) as turn:
+            await preparing.aclose()
+            dropping = self._auto_dropping(tenant, akv, turn)
+            attention = Attention(len(turn.stream.tokens)) if dropping else None
+            work = self._work(body, prompt, turn, constraint, attention)
+            generation = Generation(self.engine, self.tokenizer, work, self.requests, arrived_s)
+            try:
+                generation.start()
+                self.sessions.keep_prompt(turn)
+                yield Completion(self, body, prompt, turn, generation, dropping)
+            except Exception as error:
+                self.sessions.take_back(turn)
+                if isinstance(error, AkvError) and error.param == "messages":  # the engine cannot know the field
+                    error.param = "messages" if isinstance(body, ChatBody) else "prompt"
+                raise
+            finally:
+                generation.abort()
 
     def _prompt(self, body: ChatBody | CompletionBody) -> tuple[Prompt, MakeConstraint | None]:
         """The prompt, and what holds an answer to it to a grammar, if one has to."""

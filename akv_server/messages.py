@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from akv_sdk.types import Items
 from akv_server.errors import AkvError
 from akv_server.requests import ChatBody, parse
 from akv_server.tools import THINK_CLOSING, THINK_OPENING
@@ -76,7 +77,7 @@ class ToolUse(_Part):
 class ToolResult(_Part):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Text] | None = None
+    content: str | Items[Text] | None = None
     is_error: bool | None = None
 
 
@@ -86,12 +87,12 @@ AssistantBlock = Annotated[Text | Thinking | RedactedThinking | ToolUse, Field(d
 
 class UserMessage(_Part):
     role: Literal["user"]
-    content: str | list[UserBlock]
+    content: str | Items[UserBlock]
 
 
 class AssistantMessage(_Part):
     role: Literal["assistant"]
-    content: str | list[AssistantBlock]
+    content: str | Items[AssistantBlock]
 
 
 class Tool(_Part):
@@ -121,12 +122,12 @@ class CountBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    system: str | list[Text] | None = None
+    system: str | Items[Text] | None = None
     messages: Annotated[
-        list[Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]],
+        Items[Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]],
         Field(min_length=1, max_length=100_000),
     ]
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
 
 
@@ -134,7 +135,7 @@ class MessagesBody(CountBody):
     """Body of `POST /v1/messages`. What is not declared here is checked by the chat route."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
 
     @model_validator(mode="after")
     def _ends_with_the_user(self) -> MessagesBody:

@@ -186,14 +186,6 @@ class ChatPrompt:
 
 
 Prompt = TextPrompt | ChatPrompt
-Body = CompletionBody | types.TokenizeRequest | ChatBody | types.RenderRequest
-
-
-def num_chars(body: Body) -> int:
-    """About how much text there is to tokenize."""
-    if isinstance(body, CompletionBody | types.TokenizeRequest):
-        return len(body.prompt) if isinstance(body.prompt, str) else 0
-    return sum(len(str(m.get("content"))) + len(str(m.get("tool_calls"))) for m in body.messages)
 
 
 def render(body: types.RenderRequest, chat: Chat) -> Stream:

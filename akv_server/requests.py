@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
-from akv_sdk.types import AkvRequest, ContextManagement
+from akv_sdk.types import AkvRequest, ContextManagement, Items
 from akv_server.errors import AkvError, invalid
 from akv_server.nesting import MAX_DEPTH, check_unicode, is_deep, strings_in
 from akv_server.sampler import SamplingParams
 
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
+MAX_FIELDS = 10_000
 
 # Fields of the OpenAI API that change nothing in what a self-hosted model answers: taken and left aside without a word.
 SILENT_FIELDS = frozenset(
@@ -67,8 +68,8 @@ class CompletionFields(BaseModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1000)] | None = None
+    stop: StopText | Annotated[Items[StopText], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=1000)] | None = None
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
@@ -145,8 +146,8 @@ class ChatBody(CompletionFields):
     """Body of `POST /v1/chat/completions`. `messages` are checked where they are rendered, `tools` and `tool_choice`
     in `tools.py`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=100_000)]
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=100_000)]
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -168,7 +169,7 @@ class ChatBody(CompletionFields):
 class CompletionBody(CompletionFields):
     """Body of `POST /v1/completions`. One prompt: a text, or the token ids of the whole stream."""
 
-    prompt: str | Annotated[list[TokenId], Field(max_length=10_000_000)]
+    prompt: str | Annotated[Items[TokenId], Field(max_length=10_000_000)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -197,7 +198,7 @@ def read_json(data: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise AkvError("invalid_request", f"the body is not valid UTF-8 (byte {error.start})") from None
     try:
-        body = json.loads(text, parse_constant=_refuse_constant)
+        body = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_fields)
     except RecursionError:
         raise AkvError("invalid_request", "the body is nested too deeply") from None
     except ValueError as error:
@@ -222,10 +223,10 @@ def parse(kind: type[M], body: dict[str, Any]) -> M:
             for item in error.errors(include_url=False, include_context=False)
         ]
 
-    def rank(entry: tuple[str, Any]) -> tuple[int, bool, int]:
+    def rank(entry: tuple[str, Any]) -> tuple[int, bool]:
         """The deepest first; of the kinds that a field may have, the one of which only the value is wrong."""
         path, item = entry
-        return path.count("[") + path.count("."), not item["type"].endswith("_type"), -found.index(entry)
+        return path.count("[") + path.count("."), not item["type"].endswith("_type")
 
     param, item = max(found, key=rank)
     message = item["msg"].removeprefix("Value error, ")
@@ -256,6 +257,13 @@ def _path(loc: tuple[int | str, ...], body: Any, *, is_missing: bool) -> str:
         elif isinstance(here, dict) and (step in here or (is_missing and i + 1 == len(loc))):
             path, here = f"{path}.{step}" if path else str(step), here.get(step)
     return path
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in a body, bounded, since each of its fields may be one to complain about."""
+    if len(pairs) > MAX_FIELDS:
+        raise AkvError("invalid_request", f"an object in the body has more than {MAX_FIELDS} fields")
+    return dict(pairs)
 
 
 def _refuse_constant(name: str) -> float:
