@@ -295,8 +295,8 @@ def test_every_error_below_the_route_is_in_its_envelope(server: Server, client: 
 
 
 def test_a_session_that_generates_is_a_conflict_that_passes(server: Server, api: Anthropic) -> None:
-    session = {"akv": {"session": uuid4().hex}}
-    fields: JSON = {"model": "default", "max_tokens": 400, "temperature": 0, "messages": [HELLO], "extra_body": session}
+    asked = {"akv": {"session": uuid4().hex}, "seed": 2}  # an answer that does not end before it is asked again
+    fields: JSON = {"model": "default", "max_tokens": 400, "messages": [HELLO], "extra_body": asked}
     with api.messages.stream(**fields) as stream:
         next(iter(stream))
         error = refused(lambda: api.messages.create(**fields), anthropic.ConflictError)
