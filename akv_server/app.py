@@ -347,8 +347,11 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
         if not task.done():
             task.cancel()
         await asyncio.wait((task,))
-    if not task.cancelled():
-        task.result()
+    try:
+        if not task.cancelled():
+            task.result()
+    finally:
+        del task  # else its error, whose traceback holds this frame, keeps the whole body until garbage is collected
 
 
 def _content_length(request: Request) -> int | None:

@@ -130,7 +130,7 @@ class Completions:
         """The prompt, and what holds an answer to it to a grammar, if one has to."""
         edits = isinstance(body, ChatBody) and body.context_management and body.context_management.edits
         makes_room = bool(edits or (body.akv and body.akv.ops))  # new tokens may be forgotten before they are computed
-        num_fitting = None if makes_room else min(self.window, self.pool_tokens)
+        num_fitting = None if makes_room else self.window
         if not isinstance(body, ChatBody):
             return TextPrompt(body, self.tokenizer, self._num_vocab, num_fitting), None
         prompt = ChatPrompt(body, self.chat, num_fitting)

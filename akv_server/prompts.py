@@ -55,6 +55,7 @@ class TextPrompt:
             tokens = _tokens_of(tokens, self._tokenizer)
         if not tokens:
             raise invalid("prompt", "must not be empty")
+        _check_fits(len(tokens) - len(stream.tokens), self._num_fitting, "prompt")
         if max(tokens) >= self._num_vocab:
             at = next(i for i, token_id in enumerate(tokens) if token_id >= self._num_vocab)
             raise invalid(f"prompt[{at}]", f"the model has no token {tokens[at]}")

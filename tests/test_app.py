@@ -712,6 +712,7 @@ def test_prompts_that_are_far_too_long_are_refused_before_they_are_tokenized(
 
     for session in ({}, {"akv": {"session": name}}):
         sent += [{"prompt": text, **session}, {"messages": [user("a"), user(text)], **session}]
+        sent.append({"prompt": [1] * 100_000, **session})
     messages = [user("a")]
     messages.append(chat(client, messages, akv={"session": f"{name}-2"})["choices"][0]["message"])
     sent.append({"messages": [*messages, user(text)], "akv": {"session": f"{name}-2"}})
