@@ -498,6 +498,7 @@ FORGET = {**DROP, "mode": "forget"}
         ("chat/completions", {"messages": [user("a"), {"content": ""}]}, (400, "invalid_request", "messages[1].role")),
         ("chat/completions", {"messages": [user(5)]}, (400, "invalid_request", "messages[0].content")),
         ("chat/completions", {**HI, "top_logprobs": 21, "logprobs": True}, (400, "invalid_request", "top_logprobs")),
+        ("chat/completions", {**HI, "top_logprobs": 2}, (400, "invalid_request", "top_logprobs")),
         ("chat/completions", {"messages": [user("word " * 3000)]}, (400, "context_length_exceeded", "messages")),
         ("render", {"messages": [user("hi")], "extra": 1}, (400, "invalid_request", "extra")),
         ("tokenize", {"prompt": 5}, (400, "invalid_request", "prompt")),
