@@ -10,14 +10,15 @@ import logging
 import re
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 from akv_sdk import _wire, types
 from akv_sdk._wire import Call, Message, Turn
 from akv_sdk.errors import SessionBusy, StreamDiverged
-from akv_sdk.policies import Context, Decision, Drop, summarise
+from akv_sdk.policies import Context, Decision, Drop, Summary, summarise
 from akv_sdk.policies.context import dropped_spans, note_of, tags_of
 
 logger = logging.getLogger("akv_sdk.session")
@@ -260,17 +261,34 @@ class Conversation:
         """A call that makes the server hold this session again: it prefills and generates nothing."""
         return self._completion({**self._shape, "max_tokens": 0})
 
-    def _rewriting(self, messages: Sequence[Message]) -> Call[types.Completion]:
-        """A call that puts other messages in the place of these: prefills and generates nothing. The server keeps the
-        ops that lie before the first message that differs."""
-        params = {**self._shape, "max_tokens": 0}
-        return _wire.chat(messages, model=self.model, session=self.name, ops=None, on_miss="replay", params=params)
+    def _render(self, messages: Sequence[Message]) -> Call[types.RenderReply]:
+        tools = self._shape.get("tools")
+        return _wire.render(messages, model=self.model, tools=tools, add_generation_prompt=False)
 
-    def _take_rewritten(self, reply: types.Completion, messages: list[dict[str, Any]], places: dict[int, int]) -> None:
-        before = self.spans
+    def _rewriting(self, decision: Decision, summary: Summary) -> Generator[Call[Any], Any, Decision]:
+        """The calls that put a summary in the place of older messages, each to be sent the reply to it: they prefill
+        and generate nothing. What was dropped of the messages that stay is dropped at their new places, so that it
+        takes no room. Gives the decision with what was freed and prefilled."""
+        messages, places = summarise.rewritten(self.context, decision.replaced, summary.text)
+        rendered: types.RenderReply = yield self._render(messages)
+        moves = summarise.Moves(places, self.spans, rendered.spans)
+        params = {**self._shape, "max_tokens": 0}
+        prefilled = 0
+        for _ in range(2):
+            ops = summarise.moved_ops(self.ops, moves)
+            call = _wire.chat(messages, model=self.model, session=self.name, ops=ops, on_miss="replay", params=params)
+            reply: types.Completion = yield call
+            prefilled += reply.akv.prefilled_tokens + reply.akv.replayed_tokens
+            if not ops or _first_moved(moves.after, reply.akv.spans) is None:
+                break
+            moves = replace(moves, after=reply.akv.spans)  # an answer's own ids can lie otherwise than its text
+        else:
+            raise StreamDiverged(f"session {self.name!r}: its rewritten messages lie elsewhere each time they are sent")
+        moves = replace(moves, after=reply.akv.spans)
         self._take(reply)
         self.messages = messages
-        self.marks = summarise.moved_marks(self.marks, places, before, self.spans)
+        self.marks = summarise.moved_marks(self.marks, moves)
+        return summarise.measured(decision, summary, moves.visible_tokens(self.ops), prefilled)
 
     def _log(self, decision: Decision) -> Decision:
         logger.log(logging.DEBUG if decision.kind == "nothing" else logging.INFO, "%s: %s", self.name, decision)

@@ -18,12 +18,12 @@ takes such ops over before that.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from inspect import isawaitable
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 from weakref import WeakSet
 
 from akv_sdk import _wire, types
@@ -156,10 +156,8 @@ class Session(Conversation):
                 summary = policy.summarise(summarise.request(context, decision.replaced))
                 if not isinstance(summary, Summary):
                     raise TypeError("summarise: an asynchronous one needs an AsyncSession")
-                messages, places = summarise.rewritten(context, decision.replaced, summary.text)
-                reply = self._client._send(self._rewriting(messages))
-                self._take_rewritten(reply, messages, places)
-            return self._log(summarise.measured(decision, summary, reply.akv, _elapsed_ms(since_s)))
+                decision = self._run(self._rewriting(decision, summary))
+            decision = replace(decision, elapsed_ms=_elapsed_ms(since_s))
         return self._log(decision)
 
     def fork(self, name: str | None = None) -> Session:
@@ -195,6 +193,16 @@ class Session(Conversation):
         """An op waits on the server for the end of an answer, and the server for whoever reads it: that is us."""
         for stream in list(self._streams):
             stream.read_ahead()
+
+    def _run(self, calls: Generator[Call[Any], Any, T]) -> T:
+        """Sends calls that depend on each other's replies, and gives what they come to."""
+        reply: Any = None
+        while True:
+            try:
+                call = calls.send(reply)
+            except StopIteration as done:
+                return cast("T", done.value)
+            reply = self._client._send(call)
 
     def _edit(self, call: Call[types.LayoutReply], *, is_by_index: bool) -> types.LayoutReply:
         reply = self._on_server(call, is_by_index=is_by_index)
@@ -312,10 +320,8 @@ class AsyncSession(Conversation):
             with self._alone():
                 written = policy.summarise(summarise.request(context, decision.replaced))
                 summary = await written if isawaitable(written) else written
-                messages, places = summarise.rewritten(context, decision.replaced, summary.text)
-                reply = await self._client._send(self._rewriting(messages))
-                self._take_rewritten(reply, messages, places)
-            return self._log(summarise.measured(decision, summary, reply.akv, _elapsed_ms(since_s)))
+                decision = await self._run(self._rewriting(decision, summary))
+            decision = replace(decision, elapsed_ms=_elapsed_ms(since_s))
         return self._log(decision)
 
     async def fork(self, name: str | None = None) -> AsyncSession:
@@ -345,6 +351,15 @@ class AsyncSession(Conversation):
     async def _read_ahead(self) -> None:
         for stream in list(self._streams):
             await stream.read_ahead()
+
+    async def _run(self, calls: Generator[Call[Any], Any, T]) -> T:
+        reply: Any = None
+        while True:
+            try:
+                call = calls.send(reply)
+            except StopIteration as done:
+                return cast("T", done.value)
+            reply = await self._client._send(call)
 
     async def _edit(self, call: Call[types.LayoutReply], *, is_by_index: bool) -> types.LayoutReply:
         reply = await self._on_server(call, is_by_index=is_by_index)

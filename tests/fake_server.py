@@ -45,6 +45,8 @@ class FakeServer:
     def route(self, method: str, path: str, body: Any) -> httpx.Response:
         if path == "/v1/chat/completions":
             return self.complete(body)
+        if path == "/v1/render":
+            return httpx.Response(200, json=self.rendered(body))
         if path.startswith("/v1/cache/sessions/"):
             name = path.split("/")[4]
             stream = self.get(name)
@@ -102,6 +104,13 @@ class FakeServer:
             ends = {"start": start, "end": at, "content_start": content_start, "content_end": content_end}
             spans.append({"message": i, "role": message["role"], "blocks": blocks, **ends})
         return at, spans
+
+    def rendered(self, body: Any) -> dict[str, Any]:
+        _, spans = self.render(body)
+        for block in (block for span in spans for block in span["blocks"]):
+            block["visible"] = True
+        text = "".join(f"{self.padding}<{m['role']}>{m['content'] or ''}</>" for m in body["messages"])
+        return {"tokens": [ord(letter) for letter in text], "text": text, "spans": spans}
 
     def visible(self, stream: dict[str, Any]) -> list[bool]:
         visible = [True] * self.render(stream)[0]
@@ -174,7 +183,7 @@ class FakeServer:
         return [body for seen, body in self.log if seen == route][-1]
 
 
-CHAT, DROP = "POST /v1/chat/completions", "POST /v1/cache/drop"
+CHAT, DROP, RENDER = "POST /v1/chat/completions", "POST /v1/cache/drop", "POST /v1/render"
 
 
 def with_observations(session: Any, count: int) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 import akv_sdk
 from akv_sdk import CacheOrSummarise, LastNObservations, Summary
-from tests.fake_server import CHAT, DROP, FakeServer, with_observations
+from tests.fake_server import CHAT, DROP, RENDER, FakeServer, with_observations
 
 
 @pytest.fixture
@@ -74,6 +74,33 @@ def test_a_summary_while_a_stream_is_read_covers_its_answer(client, server):
     assert session.complete().text == "answer 6"
 
 
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_a_summary_whose_messages_lie_otherwise_than_rendered(client, server, monkeypatch, is_settled):
+    """An answer's own ids can lie otherwise than its text: what was dropped goes where it turns out to be."""
+    session = client.session()
+    with_observations(session, 3)
+    session.drop(blocks=["obs-2", "obs-3"])
+    before = list(session.messages)
+    route = server.route
+
+    def otherwise(method, path, body):
+        server.padding = "two" if path == "/v1/render" else "" if is_settled else "n" * len(server.log)
+        return route(method, path, body)
+
+    monkeypatch.setattr(server, "route", otherwise)
+    policy = CacheOrSummarise(0, lambda messages: Summary("s"), keep_messages=2)
+    if not is_settled:
+        with pytest.raises(akv_sdk.StreamDiverged, match="lie elsewhere each time"):
+            session.manage(policy)
+        assert session.messages == before
+        return
+    assert session.manage(policy).kind == "summarise"
+    assert server.routes()[-3:] == [RENDER, CHAT, CHAT]
+    (block,) = session.spans[-2].blocks
+    assert [(op.start, op.end) for op in session.ops] == [(block.start, block.end)]
+    assert not session.is_visible("obs-3")
+
+
 def test_one_answer_at_a_time(client, server):
     session = client.session()
     stream = begun(session)
@@ -104,7 +131,7 @@ def test_a_completion_while_a_summary_is_written_is_refused(client, server):
 
     policy = CacheOrSummarise(0, write if isinstance(session, akv_sdk.Session) else write_later, keep_messages=0)
     assert session.manage(policy).kind == "summarise"
-    assert server.routes() == [*sent, CHAT]
+    assert server.routes() == [*sent, RENDER, CHAT]
     session.complete()
 
 

@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import OpenAI
 
 import akv_sdk
-from akv_sdk import CacheOrSummarise, Client, LastNObservations, Mark, Summary, summariser
+from akv_sdk import CacheOrSummarise, Client, LastNObservations, Mark, Op, Summary, decide, summariser
 from akv_sdk.policies import summarise
-from tests.conversations import call, context_of, result, tagged
+from akv_sdk.policies.context import dropped_spans, visible_parts
+from akv_server import streams
+from akv_server.ops import Timeline
+from tests.conversations import call, context_of, result, tagged, text_of
 from tests.server import Server, load_tiny, serving_model
 
 JSON = dict[str, Any]
@@ -196,4 +201,82 @@ def test_what_is_pinned_outlives_a_summary():
         *turns[1],
         *turns[3],
     ]
-    assert summarise.moved_marks(marks, places, context.spans, context_of(after).spans)[0].message == 4
+    moves = summarise.Moves(places, context.spans, context_of(after).spans)
+    assert summarise.moved_marks(marks, moves)[0].message == 4
+
+
+# --- what was dropped stays so ----------------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["drop", "drop", "forget", "restore"]), *[st.integers(0, 60)] * 3), max_size=12
+)
+
+
+def histories(context: akv_sdk.Context, steps: list[tuple[str, int, int, int]]) -> list[Op]:
+    """A history of a conversation: each step drops or restores a piece of a block, where some message ends."""
+    blocks = [(span.end, block) for span in context.spans for block in span.blocks]
+    ops = []
+    for i, (kind, which, first, second) in enumerate(steps):
+        home_end, block = blocks[which % len(blocks)]
+        length = block.end - block.start
+        start, end = sorted((block.start + first % (length + 1), block.start + second % (length + 1)))
+        at = start if kind == "forget" else max(home_end, context.spans[(i + 2) % len(context.spans)].end)
+        mode = "forget" if kind == "forget" else "mask"
+        op = "restore" if kind == "restore" else "drop"
+        ops.append(Op(op=op, at=at, start=start, end=end, repos=True, mode=mode))  # type: ignore[arg-type]
+    return sorted(ops, key=lambda op: op.at)
+
+
+@given(STEPS, st.integers(0, 6))
+def test_kept_messages_show_what_they_showed(steps, keep):
+    turns = [[call("sh", f"c{i}", n=i), result(f"c{i}", tagged(f"obs-{i}", f"{i} output"))] for i in range(5)]
+    messages = [SYSTEM, {"role": "user", "content": "see " + tagged("page", "the page")}]
+    messages += [message for turn in turns for message in turn]
+    bare = context_of(messages)
+    context = context_of(messages, histories(bare, steps), marks=[Mark(message=5, pinned=True)])
+    after, places = summarise.rewritten(context, summarise.summarisable(context, keep), "what was done")
+    moves = summarise.Moves(places, context.spans, context_of(after).spans)
+    ops = summarise.moved_ops(context.ops, moves)
+    now = context_of(after, ops)
+
+    def shown(context: akv_sdk.Context, message: int) -> str:
+        span = context.spans[message]
+        text = text_of(context.messages)
+        return "".join(text[a:b] for a, b in visible_parts((span.start, span.end), context.dropped))
+
+    assert {old: shown(now, new) for old, new in places.items()} == {old: shown(context, old) for old in places}
+    timeline = Timeline(tuple(streams.op_of(op) for op in ops))  # raises where the server would
+    layout = timeline.layout_at(now.stream_tokens)
+    assert layout.num_visible == now.visible_tokens == layout.next_position
+    assert moves.visible_tokens(ops) == now.visible_tokens
+    once = {target.block for target in context.targets if target.dropped_at is not None and target.message in places}
+    assert {target.block for target in now.targets if target.dropped_at is not None} == once
+
+
+def test_a_summary_leaves_dropped_what_was_dropped_also_past_the_window(client: Client):
+    """More text than the model's window stays behind the summary; most of it was dropped, and some restored."""
+    with client.session() as session:
+        session.messages += [dict(SYSTEM), dict(TASK)]
+        for i in range(3):
+            session.assistant(f"Looking at file number {i}, thinking at length about it." * 3)
+            session.user("Look at the next.")
+        blocks = []
+        for i in range(8):
+            blocks.append(session.observe(f"output {i} " * 40, tool="sh"))
+            session.complete(max_tokens=2, temperature=0)
+            session.apply(LastNObservations(1))
+        session.restore(blocks=blocks[:1])
+        assert session.context.stream_tokens > 2048 > session.context.visible_tokens
+        before = session.context
+        decision = session.manage(CacheOrSummarise(0, lambda messages: Summary("Three files."), keep_messages=16))
+        assert (decision.kind, decision.replaced) == ("summarise", (2, 7))
+        assert decision.freed_tokens == before.visible_tokens - session.context.visible_tokens > 0
+        assert session.context.stream_tokens > 2048
+        assert [session.is_visible(block) for block in blocks] == [True] + [False] * 6 + [True]
+        insides = [(block.start, block.end) for span in session.spans for block in span.blocks]
+        assert dropped_spans(session.ops) == insides[1:-1]
+        session.user("go on")
+        reply = session.complete(max_tokens=1, temperature=0)
+        assert (reply.akv.warnings, reply.akv.replayed_tokens) == ([], 0)
+        assert reply.akv.dropped_tokens == sum(end - start for start, end in insides[1:-1])
+        assert [drop.target.block for drop in decide(LastNObservations(0), session.context)] == blocks[-1:]

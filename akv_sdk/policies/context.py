@@ -13,13 +13,13 @@ restored stays. It all holds by construction: a policy chooses among targets, an
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from akv_sdk.types import Block, Mark, Marking, MessageMarking, MessageSpan, Op, Span
+from akv_sdk.types import Block, Mark, Marking, MessageMarking, MessageSpan, Mode, Op, Span
 
 Message = Mapping[str, Any]
 Kind = Literal["observation", "thinking", "tool_input"]
@@ -138,9 +138,9 @@ class Context:
         return replace(self, ops=[*self.ops, *(Op(op="drop", at=at, start=start, end=end) for start, end in spans)])
 
     def _find_targets(self) -> Iterator[Target]:
-        ever_dropped = _first_drops(self.ops)
+        once = ever_dropped(self.ops)
         pinned = [mark.span for mark in self.marks if mark.span is not None and mark.pinned]
-        never = union([(0, NUM_SINK_TOKENS), *pinned, *((start, end) for start, end, _ in ever_dropped)])
+        never = union([(0, NUM_SINK_TOKENS), *pinned, *((gone.start, gone.end) for gone in once)])
         calls = _calls(self.messages)
         for span in self.spans:
             message = self.messages[span.message] if span.message < len(self.messages) else {}
@@ -165,7 +165,7 @@ class Context:
                     is_orphan=is_orphan,
                     text=text_of(message, block.id or None) if is_observation else "",
                     tags=frozenset(marking.tags),
-                    dropped_at=min((at for _, _, at in _within(ever_dropped, whole)), default=None),
+                    dropped_at=min((gone.at for gone in _within(once, whole)), default=None),
                     is_whole=not _within(self.dropped, whole),
                 )
 
@@ -317,15 +317,46 @@ def _merged(markings: Iterable[Marking]) -> Marking:
 # --- intervals: half-open spans of stream indexes ---------------------------------------------------------------------
 
 
+class Dropped(NamedTuple):
+    """A part of the stream that was dropped at some time. `at`: the stream length of its first drop, `mode` is that
+    drop's. `restored_at`: of the restore that holds; None where none does."""
+
+    start: int
+    end: int
+    at: int
+    mode: Mode
+    restored_at: int | None
+
+
+def ever_dropped(ops: Iterable[Op]) -> list[Dropped]:
+    """All that a history dropped at some time, in disjoint ascending parts."""
+    found: list[Dropped] = []
+    for op in ops:  # ascending in `at`
+        if op.op == "repos" or op.end is None or op.start >= op.end:
+            continue
+        span = op.start, op.end
+        low, high = _places_within(found, span)
+        touched: list[Dropped] = []
+        for part in found[low:high]:
+            touched += [part._replace(start=a, end=b) for a, b in subtract((part.start, part.end), [span])]
+            start, end = max(part.start, op.start), min(part.end, op.end)
+            restored_at = op.at if op.op == "restore" and part.mode == "mask" else None
+            touched.append(part._replace(start=start, end=end, restored_at=restored_at))
+        if op.op == "drop":
+            known = [(part.start, part.end) for part in found[low:high]]
+            touched += [Dropped(a, b, op.at, op.mode, None) for a, b in subtract(span, known)]
+        found[low:high] = sorted(touched)
+    return found
+
+
 def dropped_spans(ops: Iterable[Op]) -> list[Span]:
     """What a history has made invisible by its end."""
-    dropped: list[Span] = []
-    for op in ops:
-        if op.op == "drop" and op.end is not None:
-            dropped.append((op.start, op.end))
-        elif op.op == "restore" and op.end is not None:
-            dropped = [part for span in dropped for part in subtract(span, [(op.start, op.end)])]
-    return union(dropped)
+    return union((part.start, part.end) for part in ever_dropped(ops) if part.restored_at is None)
+
+
+def visible_parts(span: Span, dropped: list[Span]) -> list[Span]:
+    """What is left of a span; `dropped` as `dropped_spans` gives it."""
+    return subtract(span, _within(dropped, span))
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
@@ -356,22 +387,17 @@ def measure(spans: Iterable[Span]) -> int:
     return sum(end - start for start, end in spans)
 
 
-def _first_drops(ops: Iterable[Op]) -> list[tuple[int, int, int]]:
-    """All that was ever dropped, as disjoint ascending `(start, end, at)` with the stream length of its first drop."""
-    found: list[tuple[int, int, int]] = []
-    for op in ops:  # ascending in `at`
-        if op.op == "drop" and op.end is not None:
-            known = [(start, end) for start, end, _ in _within(found, (op.start, op.end))]
-            for start, end in subtract((op.start, op.end), known):
-                insort(found, (start, end, op.at))
-    return found
-
-
-P = TypeVar("P", bound=tuple[int, ...])
+P = TypeVar("P", bound=tuple[Any, ...])
 
 
 def _within(parts: list[P], span: Span) -> list[P]:
     """Those of disjoint ascending parts `(start, end, …)` that share an index with the span."""
-    first = bisect_right(parts, span[0], key=lambda part: part[1])
-    last = bisect_left(parts, span[1], key=lambda part: part[0])
-    return parts[first:last]
+    low, high = _places_within(parts, span)
+    return parts[low:high]
+
+
+def _places_within(parts: list[P], span: Span) -> tuple[int, int]:
+    """Where in the list they stand, `[low, high)`; an empty slice there where none does."""
+    low = bisect_right(parts, span[0], key=lambda part: part[1])
+    high = bisect_left(parts, span[1], key=lambda part: part[0])
+    return low, max(low, high)

@@ -7,14 +7,28 @@ results stay together. Knows no session; `Session.manage` carries out what is de
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import isawaitable
 from typing import Any, Literal
 
-from akv_sdk.policies.context import KEEP_TAG, Context, Drop, Message, Policy, check_at_least, decide, marking_of
+from akv_sdk.policies.context import (
+    KEEP_TAG,
+    Context,
+    Drop,
+    Message,
+    Policy,
+    check_at_least,
+    decide,
+    dropped_spans,
+    ever_dropped,
+    marking_of,
+    measure,
+    visible_parts,
+)
 from akv_sdk.policies.observations import RollingDrop
-from akv_sdk.types import AkvReply, Mark, MessageSpan
+from akv_sdk.types import Mark, MessageSpan, Op, Span
 
 REQUEST = (
     "Summarise the work so far for yourself: what was asked, what was done and found, what is still to do. "
@@ -185,22 +199,89 @@ def rewritten(context: Context, replaced: tuple[int, int], summary: str) -> tupl
     return messages, {old: new + (new >= replaced[0]) for new, old in enumerate(kept)}
 
 
-def moved_marks(
-    marks: Sequence[Mark], places: dict[int, int], before: Sequence[MessageSpan], after: Sequence[MessageSpan]
-) -> list[Mark]:
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Where the tokens of a conversation lie once it was rewritten.
+
+    Attributes:
+        places: where each message that stayed stands now, by its index before.
+        before: the spans of all messages that were in the stream; none of those that were appended since.
+        after: the spans of the rewritten conversation.
+    """
+
+    places: Mapping[int, int]
+    before: Sequence[MessageSpan]
+    after: Sequence[MessageSpan]
+
+    def parts(self, start: int, end: int) -> list[Span]:
+        """Of a span of the stream, what stayed, at its new place: a part for each message."""
+        first = bisect_right(self.before, start, key=lambda span: span.end)
+        last = bisect_left(self.before, end, key=lambda span: span.start)
+        moved = [
+            (_moved(max(start, old.start), old, new), _moved(min(end, old.end), old, new))
+            for old in self.before[first:last]
+            if (new := self._home(old)) is not None
+        ]
+        return [(a, b) for a, b in moved if a < b]
+
+    def at(self, at: int) -> int:
+        """The stream length that stands for an earlier one: behind the last token before it that stayed."""
+        for old in reversed(self.before[: bisect_left(self.before, at, key=lambda span: span.start)]):
+            if (new := self._home(old)) is not None:
+                return _moved(min(at, old.end), old, new)
+        return 0
+
+    def visible_tokens(self, ops: Sequence[Op]) -> int:
+        """Visible tokens after it under these ops, in what was in the stream before, and the summary."""
+        appended = {new for old, new in self.places.items() if old >= len(self.before)}
+        spans = [(span.start, span.end) for span in self.after if span.message not in appended]
+        dropped = dropped_spans(ops)
+        return sum(measure(visible_parts(span, dropped)) for span in spans)
+
+    def _home(self, old: MessageSpan) -> MessageSpan | None:
+        return self.after[self.places[old.message]] if old.message in self.places else None
+
+
+def _moved(index: int, old: MessageSpan, new: MessageSpan) -> int:
+    """An index, or the end of a span, within a message at its new place. Where the message tokenizes otherwise than
+    before, as text that the model wrote may, it lies as far behind the edge before it as there is room."""
+    edges = [(old.start, new.start), (old.content_start, new.content_start)]
+    if [(block.kind, block.id) for block in old.blocks] == [(block.kind, block.id) for block in new.blocks]:
+        for a, b in zip(old.blocks, new.blocks, strict=True):
+            edges += [(a.start, b.start), (a.end, b.end)]
+    edges = sorted([*edges, (old.content_end, new.content_end), (old.end, new.end)])
+    at = bisect_right(edges, index, key=lambda edge: edge[0])
+    edge, moved = edges[at - 1]
+    return min(moved + index - edge, edges[min(at, len(edges) - 1)][1])
+
+
+def moved_ops(ops: Sequence[Op], moves: Moves) -> list[Op]:
+    """The history of a rewritten conversation: what was dropped of the messages that stayed is dropped again, as early
+    as it was, and restored again where it was. Positions close up behind each drop, whatever they did before."""
+    moved = []
+    for part in ever_dropped(ops):
+        for start, end in moves.parts(part.start, part.end):
+            at = start if part.mode == "forget" else max(end, moves.at(part.at))
+            moved.append(Op(op="drop", at=at, start=start, end=end, repos=True, mode=part.mode))
+            if part.restored_at is not None:
+                at = max(at, moves.at(part.restored_at))
+                moved.append(Op(op="restore", at=at, start=start, end=end, repos=True))
+    return sorted(moved, key=lambda op: op.at)
+
+
+def moved_marks(marks: Sequence[Mark], moves: Moves) -> list[Mark]:
     """The marks of a rewritten conversation; those of messages that went go with them. Text that the model wrote may
     tokenize otherwise when it is rendered again: a span in such a message becomes all of its content."""
-    homes = {span.message: span for span in after}
     moved = []
     for mark in marks:
         if mark.message is not None:
-            if mark.message in places:
-                moved.append(mark.model_copy(update={"message": places[mark.message]}))
+            if mark.message in moves.places:
+                moved.append(mark.model_copy(update={"message": moves.places[mark.message]}))
             continue
         assert mark.span is not None
-        home = next((span for span in before if span.start <= mark.span[0] < span.end), None)
-        if home is not None and home.message in places:
-            new = homes[places[home.message]]
+        home = next((span for span in moves.before if span.start <= mark.span[0] < span.end), None)
+        if home is not None and home.message in moves.places:
+            new = moves.after[moves.places[home.message]]
             span = mark.span[0] + new.start - home.start, mark.span[1] + new.start - home.start
             if new.end - new.start != home.end - home.start or span[1] > new.end:
                 span = new.content_start, new.content_end
@@ -208,14 +289,13 @@ def moved_marks(
     return moved
 
 
-def measured(decision: Decision, summary: Summary, reply: AkvReply, elapsed_ms: float) -> Decision:
-    """The decision to summarise with what it took; `reply` is the prefill of the rewritten conversation."""
+def measured(decision: Decision, summary: Summary, visible_tokens: int, prefilled_tokens: int) -> Decision:
+    """The decision to summarise with what is visible after it, and what it took besides the summary itself."""
     return replace(
         decision,
-        freed_tokens=decision.visible_tokens - reply.visible_tokens,
-        prefilled_tokens=summary.prefilled_tokens + reply.prefilled_tokens + reply.replayed_tokens,
+        freed_tokens=decision.visible_tokens - visible_tokens,
+        prefilled_tokens=summary.prefilled_tokens + prefilled_tokens,
         generated_tokens=summary.generated_tokens,
-        elapsed_ms=elapsed_ms,
     )
 
 
