@@ -1,12 +1,11 @@
-"""Runs all of `make gpu` without a GPU, on small shapes: `TRITON_INTERPRET=1 python -m tests.gpu_dry_run FOLDER`.
+"""Runs all of `make gpu` without a GPU, on small shapes: `TRITON_INTERPRET=1 python -m tests.gpu_dry_run`.
 
-What torch would ask of CUDA goes to the CPU, kernels run under Triton's interpreter, and a graph is the function once
-more. Owns the stand-ins and the sizes; no time in it means anything. Writes out/gpu.json into FOLDER.
+What torch would ask of CUDA goes to the CPU, kernels run under Triton's interpreter, a graph is the function once more,
+and all stages share this process. Owns the stand-ins and the sizes; no time in it means anything.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 import triton.testing
+from rich.console import Console
 
 from akv_server import engine
 from akv_server.graphs import DecodeGraphs
@@ -52,7 +52,6 @@ def stand_in_for_cuda() -> None:
         "get_device_name": lambda: "no GPU",
         "get_device_capability": lambda: (9, 0),
         "get_device_properties": lambda: SimpleNamespace(total_memory=1e12),
-        "empty_cache": lambda: None,
     }.items():
         setattr(torch.cuda, name, value)
     triton.testing.do_bench = do_bench
@@ -68,13 +67,19 @@ def make_small() -> None:
     gpu_attention.GAP, gpu_attention.ROUNDS = 20, 1
     gpu_attention.DROPS = (0, 1)
     gpu_attention.decode = lambda drops, num_seqs=2: small(min(num_seqs, 2), 1, drops)
-    gpu_attention.SHAPES = {"decode": gpu_attention.decode, "prefill": lambda drops: small(1, 20, drops)}
+    many, one, prefill = gpu_attention.SHAPES
+    gpu_attention.SHAPES |= {
+        many: gpu_attention.decode,
+        one: lambda drops: replace(small(1, 1, drops), layers=2),
+        prefill: lambda drops: small(1, 20, drops),
+    }
     gpu_attention.ceilings.__defaults__ = (2**16, 64)
     gpu_attention.repos_times.__defaults__ = (2**6,)
     widths: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_q_heads": 2, "num_kv_heads": 1}
     sizes = {"num_layers": 1, "head_dim": 16, "rotary_dim": 16, "vocab_size": 40_000, "max_positions": 8192}
     gpu.LARGE = replace(gpu.LARGE, **widths, **sizes)
     gpu.Engine = Engine
+    gpu.in_a_process = lambda name: gpu.run_stage(name, Console(width=120))
     gpu.decode_times = partial(gpu.decode_times, sizes=(1, 3), stream=100, gap=5, steps=3)
     runs.STREAM, runs.DROP = 400, (100, 350)
     triton_cases.CHECKS = {"sample": None}
@@ -84,7 +89,6 @@ def make_small() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     interpreter_rounding.install()
-    os.chdir(sys.argv[1])
     stand_in_for_cuda()
     make_small()
     sys.exit(gpu.main())

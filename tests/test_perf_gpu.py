@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.perf import gpu, gpu_attention
 
@@ -66,46 +68,95 @@ def test_a_group_of_checks_that_dies_keeps_what_it_had(monkeypatch):
     monkeypatch.setattr(subprocess, "run", dies)
     assert gpu.checks_of("attention") == ([{"passed": True}], "illegal memory access")
     monkeypatch.setattr(subprocess, "run", hangs)
-    assert gpu.checks_of("attention") == ([], "took more than 400 s")
+    assert gpu.checks_of("attention") == ([], "took more than 300 s")
+
+
+def stand_in(monkeypatch, folder, **stages):
+    """`make gpu` with stages that take no time, all in this process, its results in `folder`."""
+    for name, value in {"is_available": True, "get_device_name": "no GPU"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setenv("OUT", str(folder))
+    monkeypatch.setattr(gpu, "run_checks", lambda console: {"total": 2, "failed": []})
+    known = {name: replace(stage, measure=stages[name]) for name, stage in gpu.STAGES.items() if name in stages}
+    monkeypatch.setattr(gpu, "STAGES", known)
+    monkeypatch.setattr(gpu, "in_a_process", lambda name: gpu.run_stage(name, Console(width=120)))
+
+
+def attention_row(**changes):
+    row = {"shape": "prefill of 2,048", "drops": 4, "how": "query", "ms": 1.0, "over_no_drop": 1.01, "gb_per_s": 1.0}
+    return row | {"tflop_per_s": 1.0, "roofline": None, "error": 1e-4} | changes
 
 
 @needs_triton
 def test_a_stage_that_fails_takes_nothing_from_the_others(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name, value in {"is_available": True, "get_device_name": "no GPU", "empty_cache": None}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(gpu, "tests", lambda console: {"total": 2, "failed": []})
-    monkeypatch.setattr(gpu_attention, "ceilings", lambda: {"copy_gb_per_s": 100.0, "matmul_tflop_per_s": 2.0})
-    monkeypatch.setattr(gpu_attention, "repos_times", lambda ceiling: {"gb_per_s": 90.0, "over_copy": 0.9})
-    monkeypatch.setattr(gpu, "engine_times", list)
-    row = {"shape": "decode", "drops": 4, "how": "query", "ms": 1.0, "over_no_drop": 1.01, "gb_per_s": 1.0}
-    row |= {"tflop_per_s": 1.0, "roofline": 0.5, "error": float("nan")}
-    monkeypatch.setattr(gpu_attention, "attention_times", lambda ceiling: iter([row]))
-    monkeypatch.setattr(gpu_attention, "graph_times", lambda: 1 // 0)
+    def ceilings(_):
+        raise RuntimeError("out of memory")
+        yield
+
+    def halfway(ceiling):
+        assert ceiling is None  # its stage has failed
+        yield [attention_row()]
+        yield [attention_row(), attention_row(drops=40, over_no_drop=1.02)]
+        raise RuntimeError("illegal memory access")
+
+    stages = {"ceilings": ceilings, "prefill of 2,048": halfway}
+    stages["repos_pages"] = lambda ceiling: iter([{"gb_per_s": 90.0, "over_copy": None}])
+    stand_in(monkeypatch, tmp_path, **stages)
     assert gpu.main() == 1
-    results = json.loads((tmp_path / "out/gpu.json").read_text())
-    assert list(results["failed"]) == ["graph"]
-    assert "graph" not in results
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert results["failed"] == {
+        "ceilings": "RuntimeError: out of memory",
+        "prefill of 2,048": "RuntimeError: illegal memory access",
+    }
+    assert set(results["seconds"]) == {"checks", "ceilings", "prefill of 2,048", "repos_pages"}
+    assert [row["drops"] for row in results["prefill of 2,048"]] == [4, 40]
+    assert results["repos_pages"] == {"gb_per_s": 90.0, "over_copy": None}
     shown = capsys.readouterr().out
-    assert "90% of a copy (goal 85%)" in shown
-    assert "at most 1.010 times" in shown
-    assert "wrong: decode, 4 drops, query: off by nan" in shown
+    assert "90 GB/s, ? of a copy (goal 85%)" in shown
+    assert "at most 1.020 times" in shown
+
+
+@needs_triton
+@pytest.mark.parametrize("error", [0.5, float("nan")])
+def test_a_timed_call_that_is_wrong_fails_the_run(monkeypatch, tmp_path, capsys, error):
+    stand_in(monkeypatch, tmp_path, **{"prefill of 2,048": lambda _: iter([[attention_row(error=error)]])})
+    assert gpu.main() == 1
+    assert f"wrong: prefill of 2,048, 4 drops, query: off by {error:.3g}" in capsys.readouterr().out
+    stand_in(monkeypatch, tmp_path, **{"prefill of 2,048": lambda _: iter([[attention_row()]])})
+    assert gpu.main() == 0
+
+
+def test_a_stage_whose_process_dies_or_hangs_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+
+    def hangs(*_: object, timeout: float, **__: object) -> None:
+        raise subprocess.TimeoutExpired("stage", timeout)
+
+    done = SimpleNamespace(returncode=-11, stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    assert gpu.in_a_process("graph") == "exit status -11"
+    done.returncode = 0
+    assert gpu.in_a_process("graph") is None
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert gpu.in_a_process("graph") == "took more than 150 s"
 
 
 @needs_triton
 def test_every_stage_runs(tmp_path):
-    command = [sys.executable, "-c", DRY_RUN, str(tmp_path)]
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", DRY_RUN]
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OUT": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads((tmp_path / "out/gpu.json").read_text())
+    results = json.loads((tmp_path / "gpu.json").read_text())
     assert results["failed"] == {}
-    assert set(results["seconds"]) == {"checks", "ceilings", "attention", "repos_pages", "graph", "engine"}
+    assert list(results["seconds"]) == ["checks", *gpu.STAGES]
     assert results["checks"] == {"total": 4, "failed": [], "float8": True}
-    timed = {(row["shape"], row["how"]) for row in results["attention"] if row["drops"] == 1}
-    hows = ("query", "key", "a launch a segment")
-    assert timed == {(shape, how) for shape in ("decode", "prefill") for how in hows}
-    assert all(row["error"] < gpu_attention.MAX_ERROR for row in results["attention"] if row["error"] is not None)
-    assert results["engine"][0]["model"].startswith("random weights")
+    for shape in gpu_attention.SHAPES:
+        rows = results[shape]
+        assert {row["how"] for row in rows if row["drops"] == 1} == {"query", "key", "a launch a segment"}
+        assert all(row["error"] < gpu_attention.MAX_ERROR for row in rows if row["error"] is not None)
+        assert all(row["roofline"] is not None for row in rows)
+    assert "engine, default model" not in results
+    assert results["engine, large model"]["model"].startswith("random weights")
     for text in ("without the default model", "goal 1.03", "goal 85%", "first token after a drop"):
         assert text in done.stdout

@@ -26,6 +26,9 @@ ROUNDS = 3
 MAX_ERROR = 0.01  # of bfloat16 against float64, relative; wrong results miss it by far
 
 Timed = Callable[[], Any]
+Ceilings = dict[str, float]
+OURS = ("query", "key")  # rotations
+A_LAUNCH_A_SEGMENT = "a launch a segment"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Workload:
     rows: int  # new tokens of each sequence, the last of its visible ones
     visible: int  # tokens that each sequence sees, new ones among them
     drops: int  # all of them before the new tokens
+    layers: int = 1  # one after the other, each with pages of its own
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -108,18 +112,11 @@ class Workload:
         return sum(self.visible - self.rows + 1 + row for row in range(self.rows))
 
     def flops(self) -> int:
-        """Of the two matrix products: q k and p v, two operations a multiply-add."""
+        """Of a layer's two matrix products: q k and p v, two operations a multiply-add."""
         return 4 * self.head_dim * self.num_q_heads * self.pairs() * self.num_seqs
 
-    def rotation_flops(self, rotation: str, tile_rows: int) -> int:
-        """Four products and two sums a pair of dims: of each query row in each segment, or of each key in each tile."""
-        turned = 3 * self.head_dim * self.num_seqs
-        if rotation == "query":
-            return turned * self.rows * self.num_q_heads * (self.drops + 1)
-        return turned * self.visible * self.num_kv_heads * -(-self.rows // tile_rows)
-
     def bytes_moved(self) -> int:
-        """Each K and V once, q and out once, page ids and the segments' tables once: the least there is to move."""
+        """In a layer: K, V, q, out, page ids and the segments' tables, each once. Less cannot be moved."""
         size = self.dtype.itemsize
         kv = 2 * self.visible * self.num_kv_heads * self.head_dim * size
         q_out = 2 * self.rows * self.num_q_heads * self.head_dim * size
@@ -127,17 +124,19 @@ class Workload:
         return self.num_seqs * (kv + q_out + tables)
 
 
-def decode(drops: int, num_seqs: int = 32) -> Workload:
-    return Workload(num_seqs, rows=1, visible=8192, drops=drops)
+def decode(drops: int, num_seqs: int = 32, layers: int = 1) -> Workload:
+    return Workload(num_seqs, rows=1, visible=8192, drops=drops, layers=layers)
 
 
 def prefill(drops: int) -> Workload:
     return Workload(num_seqs=1, rows=2048, visible=8192, drops=drops)
 
 
+# One sequence's layer takes microseconds, as long as a graph takes to start: with as many layers as a model has, that
+# cost is in neither side of a ratio.
 SHAPES: dict[str, Callable[[int], Workload]] = {
     "decode, 32 sequences": decode,
-    "decode, 1 sequence": lambda drops: decode(drops, 1),
+    "decode, 1 sequence, 32 layers": lambda drops: decode(drops, 1, layers=32),
     "prefill of 2,048": prefill,
 }
 
@@ -155,16 +154,17 @@ def take_turns(rivals: Sequence[Timed]) -> list[float]:
     return times.median(dim=0).values.tolist()
 
 
-def as_graph(function: Timed, capture: Capture) -> Timed:
-    """Its kernels without the Python that launches them, which takes longer than a small one runs."""
+def as_graph(functions: Sequence[Timed], capture: Capture) -> Timed:
+    """Their kernels without the Python that launches them, which takes longer than a small one runs."""
 
     def run() -> None:
-        function()
+        for function in functions:
+            function()
 
     return capture(run)
 
 
-def ceilings(num_elements: int = 2**29, width: int = 8192) -> dict[str, float]:
+def ceilings(num_elements: int = 2**29, width: int = 8192) -> Ceilings:
     """What this GPU does at best: bytes of a large copy, operations of a large matrix product."""
     a = torch.zeros(num_elements, dtype=torch.bfloat16, device=DEVICE)
     b = torch.empty_like(a)
@@ -176,48 +176,77 @@ def ceilings(num_elements: int = 2**29, width: int = 8192) -> dict[str, float]:
     }
 
 
-def attention_times(ceiling: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Each shape with 0, 4 and 40 drops and the same number of visible tokens, by both rotations, and its rivals."""
-    from akv_kernels import gpu
-
-    capture = capture_cuda_graphs()
-    for name, shape in SHAPES.items():
-        replays: dict[tuple[int, str], Timed] = {}
-        errors: dict[tuple[int, str], float] = {}
-        for drops in DROPS:
-            work = shape(drops)
-            plan, (q, k_pages, v_pages) = work.plan().to(DEVICE), work.tensors()
-            functions: dict[str, Timed] = {
-                how: partial(gpu.segment_batch_attention, q, k_pages, v_pages, plan, scale=work.scale, rotation=how)
-                for how in ("query", "key")
-            }
-            if drops == 0 and work.rows == 1:
-                functions |= libraries(work, plan, q, k_pages, v_pages)
-            for how, function in functions.items():
-                errors[drops, how] = work.error(function(), q, k_pages, v_pages)
-                replays[drops, how] = as_graph(function, capture)
-            if drops:
-                replays[drops, "a launch a segment"] = as_graph(
-                    one_launch_a_segment(work, q, k_pages, v_pages), capture
-                )
-        times = dict(zip(replays, take_turns(list(replays.values())), strict=True))
-        for (drops, how), ms in times.items():
-            work = shape(drops)
-            gb_per_s, tflop_per_s = work.bytes_moved() / ms / 1e6, work.flops() / ms / 1e9
-            yield {
+def attention_times(name: str, ceiling: Ceilings | None) -> Iterator[list[dict[str, Any]]]:
+    """A shape with 0, 4 and 40 drops and the same number of visible tokens, by both rotations, and its rivals. A rival
+    that does not run here, or not as a graph, is left out."""
+    capture, shape = capture_cuda_graphs(), SHAPES[name]
+    replays: dict[tuple[int, str], Timed] = {}
+    errors: dict[tuple[int, str], float] = {}
+    for drops in DROPS:
+        work = shape(drops)
+        plan, layers = work.plan().to(DEVICE), [work.tensors() for _ in range(work.layers)]
+        for how, make in (ours(work, plan) | rivals(work, plan)).items():
+            try:
+                functions = [make(*tensors) for tensors in layers]
+                if how != A_LAUNCH_A_SEGMENT:
+                    errors[drops, how] = work.error(functions[0](), *layers[0])
+                replays[drops, how] = as_graph(functions, capture)
+            except ImportError:
+                continue
+            except Exception as error:
+                if how in OURS:
+                    raise
+                print(f"{name}: {how} does not run here: {type(error).__name__} {error}")
+    times = dict(zip(replays, take_turns(list(replays.values())), strict=True))
+    rows = []
+    for (drops, how), all_layers_ms in times.items():
+        work = shape(drops)
+        ms = all_layers_ms / work.layers
+        gb_per_s, tflop_per_s = work.bytes_moved() / ms / 1e6, work.flops() / ms / 1e9
+        of_ceilings = ceiling and max(gb_per_s / ceiling["copy_gb_per_s"], tflop_per_s / ceiling["matmul_tflop_per_s"])
+        rows.append(
+            {
                 "shape": name,
                 "drops": drops,
                 "how": how,
                 "ms": ms,
                 "error": errors.get((drops, how)),
-                "over_no_drop": ms / times[0, how if how in ("query", "key") else "query"],
+                "over_no_drop": all_layers_ms / times[0, how if how in OURS else "query"],
                 "gb_per_s": gb_per_s,
                 "tflop_per_s": tflop_per_s,
-                "roofline": max(
-                    gb_per_s / ceiling["copy_gb_per_s"],
-                    tflop_per_s / ceiling["matmul_tflop_per_s"],
-                ),
+                "roofline": of_ceilings,
             }
+        )
+    yield rows
+
+
+def ours(work: Workload, plan: AttentionPlan) -> dict[str, Callable[[Tensor, Tensor, Tensor], Timed]]:
+    from akv_kernels import gpu
+
+    def of_layer(how: str, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Timed:
+        return partial(gpu.segment_batch_attention, q, k_pages, v_pages, plan, scale=work.scale, rotation=how)
+
+    return {how: partial(of_layer, how) for how in OURS}
+
+
+def rivals(work: Workload, plan: AttentionPlan) -> dict[str, Callable[[Tensor, Tensor, Tensor], Timed]]:
+    """With drops a launch a segment. Decode without one by others: torch on keys and values laid out densely, and the
+    paged kernels of FlashInfer and FlashAttention on the same bytes, where they are installed."""
+    if work.drops:
+        return {A_LAUNCH_A_SEGMENT: partial(one_launch_a_segment, work)}
+    if work.rows > 1:
+        return {}
+    return {
+        "torch, not paged": partial(torch_attention, work),
+        "FlashInfer": partial(flashinfer, work, plan),
+        "FlashInfer, tensor cores": partial(flashinfer, work, plan, use_tensor_cores=True),
+        "FlashAttention": partial(flash_attention, work),
+    }
+
+
+def dense(work: Workload, pages: Tensor) -> Tensor:  # [num_seqs, visible, num_kv_heads, head_dim]
+    tokens = pages[work.page_ids().to(DEVICE)].view(work.num_seqs, -1, work.num_kv_heads, work.head_dim)
+    return tokens[:, : work.visible]
 
 
 def one_launch_a_segment(work: Workload, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Timed:
@@ -258,38 +287,10 @@ def one_launch_a_segment(work: Workload, q: Tensor, k_pages: Tensor, v_pages: Te
     return run
 
 
-def libraries(work: Workload, plan: AttentionPlan, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> dict[str, Timed]:
-    """Decode without a drop by others: torch on keys and values laid out densely, and the paged kernels of FlashInfer
-    and FlashAttention on the same bytes, where they are installed and run."""
-    dense = [
-        x[work.page_ids().to(DEVICE)].view(work.num_seqs, -1, work.num_kv_heads, work.head_dim)[:, : work.visible]
-        for x in (k_pages, v_pages)
-    ]
-    rivals = {"torch, not paged": partial(torch_attention, q, *(x.transpose(1, 2).contiguous() for x in dense))}
-    for name, make in (
-        ("FlashInfer", partial(flashinfer, work, plan, q, k_pages, v_pages)),
-        ("FlashInfer, tensor cores", partial(flashinfer, work, plan, q, k_pages, v_pages, use_tensor_cores=True)),
-        ("FlashAttention", partial(flash_attention, work, q, *dense)),
-    ):
-        try:
-            run = make()
-            run()
-        except ImportError:
-            continue
-        except Exception as error:  # installed, but not for this machine: there is one rival less
-            print(f"{name} does not run here: {type(error).__name__} {error}")
-            continue
-        rivals[name] = run
-    return rivals
-
-
-def torch_attention(
-    q: Tensor,  # [num_seqs, num_q_heads, head_dim]
-    key: Tensor,  # [num_seqs, num_kv_heads, visible, head_dim]
-    value: Tensor,
-) -> Tensor:  # like q
+def torch_attention(work: Workload, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Timed:
+    key, value = (dense(work, pages).transpose(1, 2).contiguous() for pages in (k_pages, v_pages))
     attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(q.unsqueeze(2), key, value, enable_gqa=True).squeeze(2)
+    return lambda: attend(q.unsqueeze(2), key, value, enable_gqa=True).squeeze(2)
 
 
 def flashinfer(
@@ -305,16 +306,11 @@ def flashinfer(
     return lambda: wrapper.run(q, (k_pages, v_pages))
 
 
-def flash_attention(
-    work: Workload,
-    q: Tensor,
-    key: Tensor,  # [num_seqs, visible, num_kv_heads, head_dim]
-    value: Tensor,
-) -> Timed:
+def flash_attention(work: Workload, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Timed:
     from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
     large = 256  # the least page of FlashAttention 2: the same bytes, in pages of its size
-    pages = [x.reshape(-1, large, work.num_kv_heads, work.head_dim) for x in (key, value)]
+    pages = [dense(work, x).reshape(-1, large, work.num_kv_heads, work.head_dim) for x in (k_pages, v_pages)]
     blocks = torch.arange(len(pages[0]), dtype=torch.int32, device=DEVICE).view(work.num_seqs, -1)
     lengths = torch.full((work.num_seqs,), work.visible, dtype=torch.int32, device=DEVICE)
     rows = q.unsqueeze(1)
@@ -323,20 +319,21 @@ def flash_attention(
     ).squeeze(1)
 
 
-def repos_times(ceiling: dict[str, float], num_tokens: int = 2**17) -> dict[str, float]:
-    """The compactor's copy of scattered tokens, each read and written once, beside a device copy."""
+def repos_times(ceiling: Ceilings | None, num_tokens: int = 2**17) -> dict[str, float | None]:
+    """The compactor's copy of tokens in no order, from slots in no order, each read and written once, beside a device
+    copy."""
     from akv_kernels import gpu
 
     num_kv_heads, head_dim, page_size = 8, 128, 16
     num_pages = 2 * num_tokens // page_size
     shape = (num_pages, page_size, num_kv_heads, head_dim)
     pages = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
-    order = torch.randperm(num_pages, device=DEVICE)[:, None] * page_size + torch.arange(page_size, device=DEVICE)
-    src, dst = order.flatten().chunk(2)
+    src, dst = torch.randperm(2 * num_tokens, device=DEVICE).chunk(2)
     rotation = make_rotary(head_dim).table(torch.arange(num_tokens) % 4000 - 2000).to(DEVICE)
     ms = time_ms(lambda: gpu.repos_pages(*pages, src, dst, rotation, interleaved=False))
     moved = 2 * 2 * num_tokens * num_kv_heads * head_dim * 2 + rotation.numel() * 4 + 2 * 8 * num_tokens
-    return {"ms": ms, "gb_per_s": moved / ms / 1e6, "over_copy": moved / ms / 1e6 / ceiling["copy_gb_per_s"]}
+    gb_per_s = moved / ms / 1e6
+    return {"ms": ms, "gb_per_s": gb_per_s, "over_copy": ceiling and gb_per_s / ceiling["copy_gb_per_s"]}
 
 
 def graph_times() -> dict[str, float]:
@@ -350,7 +347,7 @@ def graph_times() -> dict[str, float]:
     def attend(plan: AttentionPlan = plan) -> Tensor:
         return gpu.segment_batch_attention(q, k_pages, v_pages, plan, scale=work.scale, out=out)
 
-    replay = as_graph(attend, capture_cuda_graphs())
+    replay = as_graph([attend], capture_cuda_graphs())
     rotation = make_rotary(work.head_dim).table(plan.seg_delta.cpu() + 77).to(DEVICE)
     expected = attend(replace(plan, seg_rotation=rotation)).clone()
     plan.seg_rotation.copy_(rotation)
