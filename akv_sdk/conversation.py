@@ -265,6 +265,23 @@ class Conversation:
         tools = self._shape.get("tools")
         return _wire.render(messages, model=self.model, tools=tools, add_generation_prompt=False)
 
+    def _asking(self, replaced: tuple[int, int]) -> Generator[Call[Any], Any, list[dict[str, Any]]]:
+        """The calls that tell what the model still sees of messages in which something was dropped. Gives the messages
+        for the summariser."""
+        context = self.context
+        texts: dict[int, str] = {}
+        partly = summarise.partly_visible(context, replaced[1])
+        if any(partly.values()):
+            rendered: types.RenderReply = yield self._render(self.messages[: replaced[1]])
+            for i, parts in partly.items():
+                old, new = context.spans[i], rendered.spans[i]
+                if parts and old.content_end - old.content_start == new.content_end - new.content_start:
+                    by = new.content_start - old.content_start
+                    tokens = [token for start, end in parts for token in rendered.tokens[start + by : end + by]]
+                    text: types.DetokenizeReply = yield _wire.detokenize(tokens, model=self.model)
+                    texts[i] = text.prompt
+        return summarise.request(context, replaced, texts)
+
     def _rewriting(self, decision: Decision, summary: Summary) -> Generator[Call[Any], Any, Decision]:
         """The calls that put a summary in the place of older messages, each to be sent the reply to it: they prefill
         and generate nothing. What was dropped of the messages that stay is dropped at their new places, so that it

@@ -30,7 +30,7 @@ from akv_sdk import _wire, types
 from akv_sdk._wire import Call, Message, SessionParams
 from akv_sdk.conversation import Conversation
 from akv_sdk.errors import SessionNotFound, TransportError
-from akv_sdk.policies import CacheOrSummarise, Decision, Policy, Summary, decide, summarise
+from akv_sdk.policies import CacheOrSummarise, Decision, Policy, Summary, decide
 from akv_sdk.policies.context import spans_of
 
 if TYPE_CHECKING:
@@ -146,14 +146,13 @@ class Session(Conversation):
         done, why, and what it took. When it raises, the session is as it was."""
         self._read_ahead()
         since_s = time.perf_counter()
-        context = self.context
-        decision = policy.decide(context)
+        decision = policy.decide(self.context)
         if decision.kind == "drop":
             layout = self.drop(spans=spans_of(decision.drops))
             return self._log(replace(decision, freed_tokens=layout.changed, elapsed_ms=_elapsed_ms(since_s)))
         if decision.kind == "summarise":
             with self._alone():
-                summary = policy.summarise(summarise.request(context, decision.replaced))
+                summary = policy.summarise(self._run(self._asking(decision.replaced)))
                 if not isinstance(summary, Summary):
                     raise TypeError("summarise: an asynchronous one needs an AsyncSession")
                 decision = self._run(self._rewriting(decision, summary))
@@ -311,14 +310,13 @@ class AsyncSession(Conversation):
     async def manage(self, policy: CacheOrSummarise) -> Decision:
         await self._read_ahead()
         since_s = time.perf_counter()
-        context = self.context
-        decision = policy.decide(context)
+        decision = policy.decide(self.context)
         if decision.kind == "drop":
             layout = await self.drop(spans=spans_of(decision.drops))
             return self._log(replace(decision, freed_tokens=layout.changed, elapsed_ms=_elapsed_ms(since_s)))
         if decision.kind == "summarise":
             with self._alone():
-                written = policy.summarise(summarise.request(context, decision.replaced))
+                written = policy.summarise(await self._run(self._asking(decision.replaced)))
                 summary = await written if isawaitable(written) else written
                 decision = await self._run(self._rewriting(decision, summary))
             decision = replace(decision, elapsed_ms=_elapsed_ms(since_s))

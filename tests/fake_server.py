@@ -47,6 +47,8 @@ class FakeServer:
             return self.complete(body)
         if path == "/v1/render":
             return httpx.Response(200, json=self.rendered(body))
+        if path == "/detokenize":
+            return httpx.Response(200, json={"prompt": "".join(map(chr, body["tokens"]))})
         if path.startswith("/v1/cache/sessions/"):
             name = path.split("/")[4]
             stream = self.get(name)

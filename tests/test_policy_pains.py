@@ -173,7 +173,7 @@ def test_calls_that_nobody_answered_do_no_harm(shared):
         answered = {target.call for target in context.observations}
         assert all(drop.target.call in answered for drop in drops)
     replaced = summarise.summarisable(context, 10)
-    asked = summarise.request(context, replaced)
+    asked = summarise.request(context, replaced, {})
     assert unanswered(asked) == 0 and orphans(asked) == []
     assert unanswered(messages) == 18  # nothing of the conversation itself was touched
 

@@ -205,6 +205,52 @@ def test_what_is_pinned_outlives_a_summary():
     assert summarise.moved_marks(marks, moves)[0].message == 4
 
 
+# --- what the summariser is told --------------------------------------------------------------------------------------
+
+
+def test_the_summariser_is_told_what_is_visible_in_openais_words(client: Client):
+    asked: list[list[JSON]] = []
+
+    def write(messages: list[JSON]) -> Summary:
+        asked.append(messages)
+        return Summary("what was done")
+
+    two = f"first {tagged('a', 'gone one')} between {tagged('b', 'kept one')} last"
+    calls = [*call("sh", "c1", cmd="ls")["tool_calls"], *call("sh", "c2", cmd="secret")["tool_calls"]]
+    with client.session() as session:
+        session.messages += [
+            dict(SYSTEM),
+            {"role": "user", "content": two, "tags": ["demo"], "is_demo": True, "akv": {"keep_head": 0}},
+            {"role": "assistant", "content": "let me look", "tool_calls": calls, "reasoning_content": "hm"},
+            result("c1", "untagged output", name="sh", tags=["remove_output"]),
+            result("c2", tagged("obs-9", "head, middle, tail"), name="sh"),
+            {"role": "tool", "content": "nobody asked", "name": "sh"},
+            {"role": "assistant", "content": [{"type": "text", "text": "done", "cache_control": {}}]},
+            {"role": "user", "content": "go on"},
+        ]
+        session.complete(max_tokens=1)
+        insides = {block.id: (block.start, block.end) for span in session.spans for block in span.blocks}
+        middle = insides["obs-9"][0] + len(client.tokenize("head").tokens), insides["obs-9"][1] - 3
+        plain = session.spans[3]
+        kept = client.render(session.messages).tokens
+        session.drop(spans=[insides["a"], (plain.content_start, plain.content_end), insides["input-1"], middle])
+        assert session.manage(CacheOrSummarise(0, write, keep_messages=2)).kind == "summarise"
+    tail = client.detokenize(kept[middle[1] : insides["obs-9"][1]]).prompt
+    told = [call("sh", "c1", cmd="ls")["tool_calls"][0], call("sh", "c2")["tool_calls"][0]]
+    assert asked == [
+        [
+            SYSTEM,
+            {"role": "user", "content": two.replace("gone one", "")},
+            {"role": "assistant", "content": "let me look", "tool_calls": told},
+            {"role": "tool", "content": "", "tool_call_id": "c1"},
+            {"role": "tool", "content": tagged("obs-9", f"head{tail}"), "tool_call_id": "c2"},
+            {"role": "user", "content": "nobody asked"},
+            {"role": "assistant", "content": [{"type": "text", "text": "done"}]},
+            {"role": "user", "content": summarise.REQUEST},
+        ]
+    ]
+
+
 # --- what was dropped stays so ----------------------------------------------------------------------------------------
 
 STEPS = st.lists(

@@ -6,7 +6,7 @@ results stay together. Knows no session; `Session.manage` carries out what is de
 
 from __future__ import annotations
 
-import re
+import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,11 @@ REQUEST = (
 )
 SUMMARY_OPENING = "Summary of the work so far:\n"
 
-_INSIDE = re.compile(r'(<ephemeral_observation\s+id="[^"<>\n]*"\s*>).*(</ephemeral_observation>)', re.DOTALL)
+_KEYS = {  # of OpenAI's messages, by role; an answer's calls are told apart
+    "assistant": ("role", "content", "name", "refusal"),
+    "tool": ("role", "content", "tool_call_id"),
+}
+_OTHER_KEYS = "role", "content", "name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,23 +174,57 @@ def summarisable(context: Context, keep_messages: int) -> tuple[int, int]:
     return (head, end) if goes else (0, 0)
 
 
-def request(context: Context, replaced: tuple[int, int]) -> list[dict[str, Any]]:
+def partly_visible(context: Context, end: int) -> dict[int, list[Span]]:
+    """The messages before `end` of whose content something is dropped, with what the model still sees of it."""
+    contents = {span.message: (span.content_start, span.content_end) for span in context.spans[:end]}
+    left = {message: visible_parts(content, context.dropped) for message, content in contents.items()}
+    return {message: parts for message, parts in left.items() if measure(parts) < measure([contents[message]])}
+
+
+def request(context: Context, replaced: tuple[int, int], texts: Mapping[int, str]) -> list[dict[str, Any]]:
     """The messages for the summariser: all up to the end of what it shall replace, as the model still sees them, and
-    the request. Calls that nobody answered are left out, and what messages say to AKV alone: no chat API takes them."""
-    gone = {target.message for target in context.observations if not target.is_whole}
-    messages = [{key: m[key] for key in m if key != "akv"} for m in context.messages[: replaced[1]]]
-    answered: set[tuple[int, str]] = set()
-    for start, end in groups(messages):
-        answered |= {(start, message.get("tool_call_id", "")) for message in messages[start + 1 : end]}
-    for i, message in enumerate(messages):
-        if i in gone and isinstance(message.get("content"), str):
-            message["content"] = _INSIDE.sub(r"\1\2", message["content"])
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [call for call in calls if (i, call.get("id")) in answered]
-            if not message["tool_calls"]:
-                del message["tool_calls"]
-                message["content"] = message.get("content") or ""
-    return [*messages, {"role": "user", "content": REQUEST}]
+    the request. `texts` has what is left of the contents that are `partly_visible`; where it is not known, nothing of
+    them is told. Only what any chat API takes: OpenAI's own keys, no call that nobody answered, and a result without a
+    call as a user message."""
+    asked = []
+    partly = partly_visible(context, replaced[1])
+    for start, end in groups(context.messages[: replaced[1]]):
+        group = context.messages[start:end]
+        results = {message["tool_call_id"] for message in group[1:] if message.get("tool_call_id") is not None}
+        calls = [call for call in group[0].get("tool_calls") or () if call.get("id") in results]
+        ids = {call["id"] for call in calls}
+        for i, message in enumerate(group, start):
+            role = message.get("role", "")
+            told = {key: message[key] for key in _KEYS.get(role, _OTHER_KEYS) if message.get(key) is not None}
+            told["content"] = texts.get(i, "") if i in partly else _plain(message.get("content"))
+            if role in ("tool", "function") and message.get("tool_call_id") not in ids:
+                told = {"role": "user", "content": told["content"]}
+            if i == start and calls:
+                told["tool_calls"] = [_told_call(call, context, i) for call in calls]
+            asked.append(told)
+    return [*asked, {"role": "user", "content": REQUEST}]
+
+
+def _plain(content: Any) -> Any:
+    """A content without what other APIs write into its parts; an answer of calls alone has none."""
+    if not isinstance(content, list):
+        return content or ""
+    parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    return [{"type": "text", "text": part.get("text") or ""} for part in parts] or ""
+
+
+def _told_call(call: Mapping[str, Any], context: Context, message: int) -> dict[str, Any]:
+    """A call as OpenAI has it, without its arguments where the model does not see all of them."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    for span in context.spans[message : message + 1]:
+        for block in span.blocks:
+            inside = block.start, block.end
+            if block.kind == "tool_input" and block.tool_call_id == call["id"]:
+                arguments = arguments if measure(visible_parts(inside, context.dropped)) == measure([inside]) else "{}"
+    return {"id": call["id"], "type": "function", "function": {"name": function.get("name"), "arguments": arguments}}
 
 
 def rewritten(context: Context, replaced: tuple[int, int], summary: str) -> tuple[list[dict[str, Any]], dict[int, int]]:
