@@ -10,14 +10,15 @@ import logging
 import re
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from inspect import isawaitable
 from typing import Any, Literal, overload
 
 from akv_sdk import _wire, types
 from akv_sdk._wire import Call, Message, Turn
-from akv_sdk.errors import SessionBusy, StreamDiverged
+from akv_sdk.errors import EmptySummary, SessionBusy, StreamDiverged
 from akv_sdk.policies import Context, Decision, Drop, Summary, summarise
 from akv_sdk.policies.context import dropped_spans, note_of, tags_of
 
@@ -390,6 +391,25 @@ class Conversation:
         copy.marks = list(self.marks)
         copy._note = self._note
         copy._take_info(info)
+
+
+def checked_summary(written: object) -> Summary:
+    """What a summariser gave, if that can stand for messages. Raises TypeError where it is no summary, EmptySummary
+    where it says nothing."""
+    if isawaitable(written):
+        if isinstance(written, Coroutine):
+            written.close()
+        raise TypeError("summarise: an asynchronous summariser needs an AsyncSession")
+    if not isinstance(written, Summary):
+        raise TypeError(
+            f"summarise: gave {'None' if written is None else f'a {type(written).__name__}'}; return an akv_sdk.Summary"
+        )
+    if not written.text.strip():
+        raise EmptySummary(
+            f"summarise: the summary is empty ({written.generated_tokens} tokens were generated for it), nothing was "
+            "changed; give the summariser more max_tokens, or another model"
+        )
+    return written
 
 
 def _first_moved(ours: Sequence[types.MessageSpan], theirs: Sequence[types.MessageSpan]) -> int | None:

@@ -5,6 +5,7 @@ AkvError
 │   ├── ConnectionFailed         connection_failed      refused, reset, or cut short
 │   ├── Timeout                  timeout                the server was silent for longer than `timeout_s`
 │   └── BadReply                 bad_reply              an answer that is not one of this API
+├── EmptySummary                 empty_summary          a summariser wrote nothing; the session is as it was
 └── ApiError                     (any other code)       the server refused; nothing was changed
     ├── InvalidRequest           invalid_request        also raised here, before anything is sent
     │   ├── SpanOutOfRange       span_out_of_range
@@ -82,6 +83,10 @@ class Timeout(TransportError):
 
 class BadReply(TransportError):
     code = "bad_reply"
+
+
+class EmptySummary(AkvError):
+    code = "empty_summary"
 
 
 class ApiError(AkvError):

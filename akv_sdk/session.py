@@ -28,9 +28,9 @@ from weakref import WeakSet
 
 from akv_sdk import _wire, types
 from akv_sdk._wire import Call, Message, SessionParams
-from akv_sdk.conversation import Conversation
+from akv_sdk.conversation import Conversation, checked_summary
 from akv_sdk.errors import SessionNotFound, TransportError
-from akv_sdk.policies import CacheOrSummarise, Decision, Policy, Summary, decide
+from akv_sdk.policies import CacheOrSummarise, Decision, Policy, decide
 from akv_sdk.policies.context import spans_of
 
 if TYPE_CHECKING:
@@ -152,9 +152,7 @@ class Session(Conversation):
             return self._log(replace(decision, freed_tokens=layout.changed, elapsed_ms=_elapsed_ms(since_s)))
         if decision.kind == "summarise":
             with self._alone():
-                summary = policy.summarise(self._run(self._asking(decision.replaced)))
-                if not isinstance(summary, Summary):
-                    raise TypeError("summarise: an asynchronous one needs an AsyncSession")
+                summary = checked_summary(policy.summarise(self._run(self._asking(decision.replaced))))
                 decision = self._run(self._rewriting(decision, summary))
             decision = replace(decision, elapsed_ms=_elapsed_ms(since_s))
         return self._log(decision)
@@ -317,7 +315,7 @@ class AsyncSession(Conversation):
         if decision.kind == "summarise":
             with self._alone():
                 written = policy.summarise(await self._run(self._asking(decision.replaced)))
-                summary = await written if isawaitable(written) else written
+                summary = checked_summary(await written if isawaitable(written) else written)
                 decision = await self._run(self._rewriting(decision, summary))
             decision = replace(decision, elapsed_ms=_elapsed_ms(since_s))
         return self._log(decision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -249,6 +250,54 @@ def test_the_summariser_is_told_what_is_visible_in_openais_words(client: Client)
             {"role": "user", "content": summarise.REQUEST},
         ]
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "error", "message"),
+    [
+        (
+            Summary(""),
+            akv_sdk.EmptySummary,
+            "the summary is empty (0 tokens were generated for it), nothing was changed",
+        ),
+        (Summary(" \n", 5, 7), akv_sdk.EmptySummary, "empty (7 tokens"),
+        (None, TypeError, "summarise: gave None; return an akv_sdk.Summary"),
+        ("what was done", TypeError, "summarise: gave a str; return an akv_sdk.Summary"),
+    ],
+)
+def test_what_is_no_summary_is_refused_and_changes_nothing(server: Server, written: Any, error: Any, message: str):
+    def session_of(client: Any) -> Any:
+        session = client.session()
+        session.messages += [dict(SYSTEM), dict(TASK)]
+        for i in range(4):
+            session.assistant(f"Looking at file number {i}, thinking at length about it.")
+            session.user("Look at the next.")
+        return session
+
+    async def write(messages: list[JSON]) -> Any:
+        return written
+
+    policy = CacheOrSummarise(0, lambda messages: written, keep_messages=1)
+    with Client(server.url) as client, session_of(client) as session:
+        session.complete(max_tokens=1)
+        before, spans = list(session.messages), session.spans
+        with pytest.raises(error, match=re.escape(message)):
+            session.manage(policy)
+        with pytest.raises(TypeError, match="an asynchronous summariser needs an AsyncSession"):
+            session.manage(CacheOrSummarise(0, write, keep_messages=1))
+        assert (session.messages, session.spans, session.info().spans) == (before, spans, spans)
+        assert session.manage(NEVER).kind == "summarise"
+
+    async def manage_in_the_twin() -> None:
+        async with akv_sdk.AsyncClient(server.url) as client, session_of(client) as session:
+            await session.complete(max_tokens=1)
+            before = list(session.messages)
+            for policy in (CacheOrSummarise(0, write), CacheOrSummarise(0, lambda messages: written)):
+                with pytest.raises(error, match=re.escape(message)):
+                    await session.manage(policy)
+            assert session.messages == before
+
+    asyncio.run(manage_in_the_twin())
 
 
 # --- what was dropped stays so ----------------------------------------------------------------------------------------
