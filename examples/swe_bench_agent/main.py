@@ -19,7 +19,9 @@ from types import FrameType
 from akv_sdk import AkvError, Client, TransportError
 from swe_bench_agent import agent, instances
 from swe_bench_agent.agent import Attempt, Config, Limits, Prices
+from swe_bench_agent.commands import CommandFailed
 from swe_bench_agent.instances import Instance
+from swe_bench_agent.patches import Patch
 from swe_bench_agent.records import Predictions, write_trajectory
 from swe_bench_agent.workspace import (
     DEFAULT_IMAGE,
@@ -27,7 +29,6 @@ from swe_bench_agent.workspace import (
     DockerWorkspace,
     LocalWorkspace,
     Workspace,
-    WorkspaceFailed,
 )
 
 
@@ -109,14 +110,15 @@ def run(
             attempt, patch = _work_on(client, instance, settings, prepare)
         except TransportError:
             raise
-        except (AkvError, WorkspaceFailed, OSError) as error:
+        except (AkvError, CommandFailed, OSError) as error:
             failed.append(name)
             print(f"{where}: failed: {error}", flush=True)
             continue
-        predictions.add(name, settings.model_name, patch)
+        predictions.add(name, settings.model_name, patch.text)
+        problem = f"; {patch.problem}" if patch.problem else ""
         print(
             f"{where}: {attempt.ending} after {len(attempt.steps)} steps, {attempt.elapsed_s:.0f} s, "
-            f"${attempt.cost_usd:.2f}; patch of {len(patch.splitlines())} lines",
+            f"${attempt.cost_usd:.2f}; patch of {patch.text.count(chr(10))} lines{problem}",
             flush=True,
         )
     return failed
@@ -124,7 +126,7 @@ def run(
 
 def _work_on(
     client: Client, instance: Instance, settings: Settings, prepare: Callable[[Instance], Workspace]
-) -> tuple[Attempt, str]:
+) -> tuple[Attempt, Patch]:
     path = settings.out / "trajectories" / f"{instance.instance_id}.json"
     about = {
         "instance_id": instance.instance_id,

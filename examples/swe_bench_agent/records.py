@@ -16,6 +16,7 @@ from typing import Any
 
 from akv_sdk import Session
 from swe_bench_agent.agent import Attempt
+from swe_bench_agent.patches import Patch
 
 
 class Predictions:
@@ -41,7 +42,7 @@ class Predictions:
 
 
 def write_trajectory(
-    path: Path, session: Session, attempt: Attempt, about: dict[str, Any], *, patch: str | None = None
+    path: Path, session: Session, attempt: Attempt, about: dict[str, Any], *, patch: Patch | None = None
 ) -> None:
     """The attempt as it stands. `patch` is None until it is over. Spans are those of the last reply, so what was said
     after it has none yet."""
@@ -56,7 +57,8 @@ def write_trajectory(
         **{name: sum(step[name] for step in steps) for name in sums},
         "peak_visible_tokens": max((step["visible_tokens"] for step in steps), default=0),
         "stream_tokens": steps[-1]["stream_tokens"] if steps else 0,
-        "model_patch": patch,
+        "model_patch": None if patch is None else patch.text,
+        "patch_problem": None if patch is None else patch.problem,
     }
     trajectory = {
         "info": info,

@@ -1,13 +1,12 @@
 """Where the agent's commands run: a repository at its base commit, in a local folder or in a container.
 
-Owns preparing it, the environment of commands, and taking the patch. Knows nothing of models. A local workspace gives
-no isolation: commands run with your rights, in a fresh environment; `DockerWorkspace` is for models you do not trust.
+Owns preparing it and the environment of commands. Knows nothing of models. A local workspace gives no isolation:
+commands run with your rights, in a fresh environment; `DockerWorkspace` is for models you do not trust.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -19,28 +18,28 @@ from typing import Protocol
 from swe_bench_agent import commands
 from swe_bench_agent.commands import Ran
 from swe_bench_agent.instances import Instance
+from swe_bench_agent.patches import Base, Patch
 
-GIT_TIMEOUT_S = 1800.0
+SETUP_TIMEOUT_S = 1800.0
 DEFAULT_SOURCE = "https://github.com/{repo}.git"
 DEFAULT_IMAGE = "docker.io/swebench/sweb.eval.x86_64.{image_id}:latest"
 _IMAGE_PYTHON = "/opt/miniconda3/envs/testbed/bin"  # where the images of SWE-bench keep the repository's environment
 _IMAGE_ENVIRONMENT = ("-e", "PAGER=cat", "-e", "GIT_PAGER=cat", "-e", "NO_COLOR=1", "-e", "PYTHONDONTWRITEBYTECODE=1")
-_DIFF = ("diff", "--cached", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
-
-
-class WorkspaceFailed(RuntimeError):
-    """The repository could not be prepared, or its patch not be taken. The message holds what git or docker said."""
+_NO_CONFIGURATION = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+_IDENTITY = {"NAME": "Agent", "EMAIL": "agent@example.org"}
 
 
 class Workspace(Protocol):
-    """A context manager; leaving it removes everything."""
+    """A context manager; leaving it removes everything. Making one, and taking the patch, raises CommandFailed with
+    what git or docker said."""
 
     def run(self, command: str, timeout_s: float) -> Ran:
         """One bash command at the repository's root."""
         ...
 
-    def patch(self) -> str:
-        """All that differs from the base commit, committed or not, as a git diff; ignored files are left out."""
+    def patch(self) -> Patch:
+        """All that differs from the base commit, committed or not; ignored files are left out. Removes git folders
+        below the repository's root."""
         ...
 
     def __enter__(self) -> Workspace: ...
@@ -53,16 +52,14 @@ class Workspace(Protocol):
 class LocalWorkspace:
     """A folder of its own with the repository at its base commit and nothing of its later history.
 
-    `source` is an address or a path, in which `{repo}` stands for the instance's. The patch is taken with a copy of the
-    git folder that commands do not know, so that what they do to theirs cannot spoil it.
+    `source` is an address or a path, in which `{repo}` stands for the instance's.
     """
 
     def __init__(self, instance: Instance, source: str = DEFAULT_SOURCE) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="swe-bench-agent-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
-        home = folder / "home"
+        self._path = Path(self._folder.name).resolve()
+        home = self._path / "home"
         self.root = home / instance.repo.rpartition("/")[2]
-        self._git_dir = folder / "base.git"
         self._environment = {
             "PATH": os.environ.get("PATH", os.defpath),
             "HOME": str(home),
@@ -71,20 +68,20 @@ class LocalWorkspace:
             "GIT_PAGER": "cat",
             "NO_COLOR": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
-            "GIT_CONFIG_GLOBAL": os.devnull,
-            "GIT_CONFIG_NOSYSTEM": "1",
+            **_NO_CONFIGURATION,
             **{f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER") for key, value in _IDENTITY.items()},
         }
         try:
             self.root.mkdir(parents=True)
-            self._git("init", "-q", "-b", "main")
+            self._execute("git", "-C", str(self.root), "init", "-q", "-b", "main")
             # Your own configuration of git holds for this one, so that mirrors, proxies and keys are found.
             where = source.replace("{repo}", instance.repo)
             where = where if "://" in where or not Path(where).exists() else str(Path(where).resolve())
-            _checked(["git", "fetch", "-q", "--depth", "1", "--no-tags", where, instance.base_commit], cwd=self.root)
-            self._git("checkout", "-q", "-B", "main", instance.base_commit)
+            fetch = ["git", "fetch", "-q", "--depth", "1", "--no-tags", where, instance.base_commit]
+            commands.checked(fetch, timeout_s=SETUP_TIMEOUT_S, cwd=self.root)
+            self._execute("git", "-C", str(self.root), "checkout", "-q", "-B", "main", instance.base_commit)
             (self.root / ".git" / "FETCH_HEAD").unlink()
-            shutil.copytree(self.root / ".git", self._git_dir)
+            self._base = Base(self._execute, str(self.root / ".git"), str(self._path / "base.git"))
         except BaseException:
             self._folder.cleanup()
             raise
@@ -94,11 +91,12 @@ class LocalWorkspace:
             return Ran("the repository's folder is gone", 1, 0.0)
         return commands.run(["bash", "-c", command], timeout_s=timeout_s, cwd=self.root, env=self._environment)
 
-    def patch(self) -> str:
-        self.root.mkdir(parents=True, exist_ok=True)
-        own = (f"--git-dir={self._git_dir}", f"--work-tree={self.root}")
-        self._git(*own, "add", "-A")
-        return self._git(*own, *_DIFF, "HEAD")
+    def patch(self) -> Patch:
+        tree = self.root
+        if not tree.is_dir() or tree.resolve() != tree:  # removed, or a link to something that is none of ours
+            tree = self._path / "nothing"
+            tree.mkdir(exist_ok=True)
+        return self._base.patch(str(tree))
 
     def __enter__(self) -> LocalWorkspace:
         return self
@@ -108,8 +106,8 @@ class LocalWorkspace:
     ) -> None:
         self._folder.cleanup()
 
-    def _git(self, *arguments: str) -> str:
-        return _checked(["git", *arguments], cwd=self.root, env=self._environment)
+    def _execute(self, *command: str, stdin: bytes = b"") -> bytes:
+        return commands.checked(command, timeout_s=SETUP_TIMEOUT_S, cwd=self._path, env=self._environment, stdin=stdin)
 
 
 class DockerWorkspace:
@@ -122,9 +120,9 @@ class DockerWorkspace:
         image_id = instance.instance_id.replace("__", "_1776_").lower()
         name = image.replace("{image_id}", image_id)
         start = ["docker", "run", "-d", "--rm", "--network", "none", "-w", "/testbed", name, "sleep", "infinity"]
-        self._container = _checked(start).strip().splitlines()[-1]
+        self._container = commands.checked(start, timeout_s=SETUP_TIMEOUT_S).decode().strip().splitlines()[-1]
         try:
-            self._base = self._exec("git", "rev-parse", "HEAD").strip()
+            self._base = Base(self._execute, ".git", "../base.git")
         except BaseException:
             self._remove()
             raise
@@ -138,9 +136,8 @@ class DockerWorkspace:
         was_killed = ran.exit_status in (128 + signal.SIGKILL, -signal.SIGKILL)
         return replace(ran, exit_status=None) if was_killed and ran.elapsed_s >= timeout_s else ran
 
-    def patch(self) -> str:
-        self._exec("git", "add", "-A")
-        return self._exec("git", *_DIFF, self._base)
+    def patch(self) -> Patch:
+        return self._base.patch(".")
 
     def __enter__(self) -> DockerWorkspace:
         return self
@@ -150,25 +147,10 @@ class DockerWorkspace:
     ) -> None:
         self._remove()
 
-    def _exec(self, *command: str) -> str:
-        return _checked(["docker", "exec", "-w", "/testbed", self._container, *command])
+    def _execute(self, *command: str, stdin: bytes = b"") -> bytes:
+        plain = [word for name, value in _NO_CONFIGURATION.items() for word in ("-e", f"{name}={value}")]
+        inside = ["docker", "exec", "-i", *plain, "-w", "/testbed", self._container, *command]
+        return commands.checked(inside, timeout_s=SETUP_TIMEOUT_S, stdin=stdin)
 
     def _remove(self) -> None:
         subprocess.run(["docker", "rm", "-f", self._container], capture_output=True, check=False)
-
-
-_IDENTITY = {"NAME": "Agent", "EMAIL": "agent@example.org"}
-
-
-def _checked(command: list[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """stdout of a command that must succeed. Raises WorkspaceFailed."""
-    try:
-        done = subprocess.run(
-            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise WorkspaceFailed(f"{command[0]}: {error}") from error
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip()
-        raise WorkspaceFailed(f"{' '.join(command[:4])} … ended with status {done.returncode}: {said[-2000:]}")
-    return done.stdout.decode(errors="replace")
