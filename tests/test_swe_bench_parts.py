@@ -19,7 +19,19 @@ from akv_sdk import DropRepeats, InTurn, LastNObservations, RollingDrop, Usage
 
 
 def test_options_that_make_no_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options in (["--policy", "some:3"], ["--only", "("], ["--max-cost", "1"]):
+    senseless = (
+        ["--policy", "some:3"],
+        ["--only", "("],
+        ["--max-cost", "1"],
+        *(["--max-steps", text] for text in ("0", "-3", "1.5", "x", "9" * 5000)),
+        *(["--max-tokens", text] for text in ("0", "-1")),
+        *(["--max-seconds", text] for text in ("0", "-1", "nan", "inf", "1e300", "x")),
+        *(["--command-timeout", text] for text in ("0", "-1", "nan")),
+        *(["--max-cost", text, "--prices", "1", "1", "1"] for text in ("0", "-1", "nan")),
+        *(["--prices", *texts] for texts in (("-1", "0", "0"), ("1", "nan", "1"), ("1", "1", "inf"))),
+        *(["--temperature", text] for text in ("-0.1", "nan")),
+    )
+    for options in senseless:
         with pytest.raises(SystemExit) as ended:
             main(["--instances", "x.jsonl", "--out", str(tmp_path), *options])
         assert ended.value.code == 2
@@ -68,6 +80,21 @@ def test_instances_that_cannot_be(tmp_path: Path) -> None:
         instances.load(str(tmp_path / "twice.json"))
     with pytest.raises(ValueError, match="no such file"):
         instances.load(str(tmp_path / "none.jsonl"))
+    (tmp_path / "torn.jsonl").write_text(json.dumps(row()) + '\n{"instance_id"')
+    with pytest.raises(ValueError, match=r"torn\.jsonl: line 2: is no JSON"):
+        instances.load(str(tmp_path / "torn.jsonl"))
+    (tmp_path / "latin.json").write_bytes(b'["\xe4"]')
+    with pytest.raises(ValueError, match=r"latin\.json: is no UTF-8"):
+        instances.load(str(tmp_path / "latin.json"))
+    (tmp_path / "torn.jsonl").write_text(json.dumps(row()) + "\n\n" + json.dumps(row())[:20])
+    with pytest.raises(ValueError, match=r"torn\.jsonl: line 3: is no JSON"):
+        instances.load(str(tmp_path / "torn.jsonl"))
+    (tmp_path / "torn.json").write_text("[")
+    with pytest.raises(ValueError, match=r"torn\.json: is no JSON"):
+        instances.load(str(tmp_path / "torn.json"))
+    (tmp_path / "latin.json").write_bytes(b"\xe4")
+    with pytest.raises(ValueError, match=r"latin\.json: is no UTF-8"):
+        instances.load(str(tmp_path / "latin.json"))
 
 
 def test_a_hub_id_is_read_with_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,4 +158,11 @@ def test_predictions_are_whole_at_any_moment(tmp_path: Path) -> None:
     assert "i-3" not in Predictions(path)
     path.write_text('{"i-1": 3}')
     with pytest.raises(ValueError, match="no list of predictions"):
+        Predictions(path)
+    for torn in (b"", b'[{"instance_id": "i-1", "model', b"\xe4"):
+        path.write_bytes(torn)
+        with pytest.raises(ValueError, match=r"preds\.json: is no JSON"):
+            Predictions(path)
+    path.write_text('[{"instance_id": "i-1"')
+    with pytest.raises(ValueError, match=r"preds\.json: is no JSON"):
         Predictions(path)

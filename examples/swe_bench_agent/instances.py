@@ -35,8 +35,11 @@ def load(source: str, *, split: str = "test") -> list[Instance]:
     """
     path = Path(source)
     if path.is_file():
-        text = path.read_text(encoding="utf-8")
-        rows = _lines(text) if path.suffix == ".jsonl" else json.loads(text)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{source}: is no UTF-8: {error}") from None
+        rows = _lines(text, source) if path.suffix == ".jsonl" else _json(text, source)
         if not isinstance(rows, list):
             raise ValueError(f"{source}: holds no list of instances")
     elif path.suffix in (".jsonl", ".json"):
@@ -52,9 +55,17 @@ def load(source: str, *, split: str = "test") -> list[Instance]:
     return instances
 
 
-def _lines(text: str) -> list[Any]:
+def _lines(text: str, source: str) -> list[Any]:
     # not splitlines(), which also splits at characters that JSON strings may hold as they are
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+    lines = enumerate(text.split("\n"), 1)
+    return [_json(line, f"{source}: line {number}") for number, line in lines if line.strip()]
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: is no JSON: {error}") from None
 
 
 def _from_hub(name: str, split: str) -> Iterable[Any]:

@@ -7,6 +7,7 @@ make no sense, 130 when stopped.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import signal
@@ -167,20 +168,20 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--policy", type=_policy, default="last:5", help="none, last:N, rolling:TOKENS, repeats, or several joined by +"
     )
-    add("--max-steps", type=int, default=50, help="answers of the model (default: %(default)s)")
-    add("--max-seconds", type=float, default=1800, help="for one instance (default: %(default)s)")
-    add("--max-cost", type=float, metavar="USD", help="for one instance; needs --prices")
+    add("--max-steps", type=_positive, default=50, help="answers of the model (default: %(default)s)")
+    add("--max-seconds", type=_above_zero, default=1800.0, help="for one instance (default: %(default)s)")
+    add("--max-cost", type=_above_zero, metavar="USD", help="for one instance; needs --prices")
     add(
         "--prices",
-        type=float,
+        type=_not_below_zero,
         nargs=3,
         default=(0.0, 0.0, 0.0),
         metavar=("INPUT", "CACHED", "OUTPUT"),
         help="USD for a million tokens",
     )
-    add("--command-timeout", type=float, default=120, metavar="SECONDS", help="(default: %(default)s)")
-    add("--max-tokens", type=int, default=1024, help="of one answer (default: %(default)s)")
-    add("--temperature", type=float, default=0.0)
+    add("--command-timeout", type=_above_zero, default=120.0, metavar="SECONDS", help="(default: %(default)s)")
+    add("--max-tokens", type=_positive, default=1024, help="of one answer (default: %(default)s)")
+    add("--temperature", type=_not_below_zero, default=0.0)
     add(
         "--repos",
         default=DEFAULT_SOURCE,
@@ -197,6 +198,28 @@ def _policy(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 999999999")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    if _not_below_zero(text) == 0:
+        raise argparse.ArgumentTypeError("has to be above 0")
+    return float(text)
+
+
+def _not_below_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < 1e9:  # nor is NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1e9")
+    return number
 
 
 def _pattern(text: str) -> re.Pattern[str]:

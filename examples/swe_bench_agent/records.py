@@ -23,12 +23,15 @@ class Predictions:
     """`preds.json` as `swebench.harness.run_evaluation --predictions_path` reads it. An instance that stands in it is
     done, and that is all that a resumed run goes by.
 
-    Raises ValueError where the file is there and is none of ours.
+    Raises ValueError with its path where the file is there and is none of ours, or not whole.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rows: list[dict[str, str]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        try:
+            self._rows: list[dict[str, str]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        except ValueError as error:
+            raise ValueError(f"{path}: is no JSON: {error}") from None
         if not isinstance(self._rows, list) or not all(isinstance(r, dict) and "instance_id" in r for r in self._rows):
             raise ValueError(f"{path}: holds no list of predictions")
 
