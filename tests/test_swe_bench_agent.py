@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from swe_bench_agent import instances
+from swe_bench_agent import agent, instances
 from swe_bench_agent.agent import Config, Limits, Prices, parse_policy
 from swe_bench_agent.instances import Instance
 from swe_bench_agent.main import Settings, main, run
@@ -60,8 +60,8 @@ class Scripted(httpx.BaseTransport):
     """A server whose model says what `answer` makes of the messages. All else is the real one's doing: it prefills what
     it is sent and generates nothing."""
 
-    def __init__(self, answer: Callable[[list[dict[str, Any]]], str]) -> None:
-        self._answer = answer
+    def __init__(self, answer: Callable[[list[dict[str, Any]]], str], finish_reason: str) -> None:
+        self._answer, self._finish_reason = answer, finish_reason
         self._network = httpx.HTTPTransport()
         self.bodies: list[dict[str, Any]] = []
 
@@ -81,7 +81,7 @@ class Scripted(httpx.BaseTransport):
         usage = {**content["usage"], "completion_tokens": 10}
         chunks = [
             {"choices": [{"index": 0, "delta": {"role": "assistant", "content": text}}]},
-            {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+            {"choices": [{"index": 0, "delta": {}, "finish_reason": self._finish_reason}]},
             {"choices": [], "usage": usage, "akv": content["akv"]},
         ]
         lines = [*map(json.dumps, chunks), "[DONE]"]
@@ -109,8 +109,8 @@ def answering(*script: str) -> Callable[[list[dict[str, Any]]], str]:
 def scripted(server: Server) -> Iterator[Callable[[Callable[[list[dict[str, Any]]], str]], Client]]:
     clients = []
 
-    def connect(answer: Callable[[list[dict[str, Any]]], str] = by_script) -> Client:
-        clients.append(Client(server.url, transport=Scripted(answer)))
+    def connect(answer: Callable[[list[dict[str, Any]]], str] = by_script, finish_reason: str = "stop") -> Client:
+        clients.append(Client(server.url, transport=Scripted(answer, finish_reason)))
         return clients[-1]
 
     yield connect
@@ -326,6 +326,19 @@ def test_limits_end_an_instance_with_what_it_has(
     assert patch.count("+changed\n") == info["steps"]
 
 
+def test_an_answer_that_was_cut_off_is_not_run(
+    scripted: Callable[..., Client], mirror: Path, dataset: Path, tmp_path: Path
+) -> None:
+    asked = instances.load(str(dataset))[:1]
+    client = scripted(answering("echo changed >> slugs.py"), "length")
+    chosen = settings(tmp_path, limits=Limits(max_steps=1))
+    assert run(client, asked, chosen, lambda i: LocalWorkspace(i, f"{mirror}/{{repo}}")) == []
+    assert predictions(tmp_path) == {asked[0].instance_id: ""}
+    recorded = trajectory(tmp_path, CASES[0])
+    assert recorded["steps"][0]["command"] is None
+    assert "was cut off" in recorded["messages"][-1]["content"]
+
+
 def test_what_a_patch_lacks_is_said_and_recorded(
     scripted: Callable[..., Client], mirror: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,7 +396,8 @@ def test_a_random_model_ends_at_its_limits_with_an_empty_prediction(
     recorded = trajectory(tmp_path, CASES[0])
     assert recorded["info"]["model_name_or_path"].startswith("akv-tiny-llama")
     assert recorded["info"]["cost_usd"] > 0
-    assert sum("was not one command" in message["content"] for message in recorded["messages"]) == 3
+    no_command = (agent.CUT_OFF, agent.FORMAT_ERROR)
+    assert sum(message["content"] in no_command for message in recorded["messages"]) == 3
     assert main([*options, *limits]) == 0
     assert capsys.readouterr().out.count("done before") == 2
 

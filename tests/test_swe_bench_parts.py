@@ -120,6 +120,28 @@ def test_a_hub_id_is_read_with_the_datasets_package(monkeypatch: pytest.MonkeyPa
         ("```bash\n\n```", None),
         ("```bash\nls", None),
         ("", None),
+        # thoughts, of which the template may have opened the first
+        ("<think>\n```bash\nrm -rf .\n```\n</think>\n```bash\nls\n```", "ls"),
+        ("I could\n```bash\nrm -rf .\n```\nbut no.\n</think>\n\n```bash\nls\n```", "ls"),
+        ("<think>\n```bash\nrm -rf .\n```\n</think>\nI am done.", None),
+        ("<think>\nI could\n```bash\nrm -rf .\n```\n", None),
+        ("Well. <think>\n</think> <think>\n```bash\nrm -rf .\n```\n", None),
+        ("```bash\ngrep -rn '<think>' src\n```", "grep -rn '<think>' src"),
+        # a block within the command
+        (
+            "So.\n```bash\ncat > a.md <<'END'\n```python\nprint()\n```\n\n``` json\n{}\n```\nEND\nls\n```\nThat is it.",
+            "cat > a.md <<'END'\n```python\nprint()\n```\n\n``` json\n{}\n```\nEND\nls",
+        ),
+        ("```bash\ncat > a.md <<'END'\n```bash\nls\n```\nEND\n```", "cat > a.md <<'END'\n```bash\nls\n```\nEND"),
+        ("```bash\ncat > a.md <<'END'\n```\nls\n```\nEND\n```", None),
+        ("```bash\ncat > a.md <<'END'\n```\nls\nEND\n```", None),
+        ("```bash\ncat > a.md <<'END'\n```python\nprint()\n```\nEND\n", None),
+        ("````bash\ncat > a.md <<'END'\n```\nls\n```\nEND\n````", None),
+        ("````bash\ncat > a.md <<'END'\n```sh\nls\n```\nEND\n````", "cat > a.md <<'END'\n```sh\nls\n```\nEND"),
+        ("As in\n```python\nprint()\n```\nI look.\n```bash\nls\n```", "ls"),
+        ("```bash\nls\n```\nwhich gives\n```\na.py\n```", None),
+        ("```bash\ngrep -n '```' a.md\necho ```\n```", "grep -n '```' a.md\necho ```"),
+        ("```bash\r\nls\r\n```\r\n", "ls"),
     ],
 )
 def test_an_action_is_one_block(text: str, command: str | None) -> None:

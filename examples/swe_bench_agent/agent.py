@@ -37,9 +37,13 @@ TASK = (
     "Solve the issue below by changing the source; leave the tests as they are. Find the place, reproduce the fault, "
     "change as little as it needs, and check that it is gone.\n\n<issue>\n{issue}\n</issue>"
 )
-FORMAT_ERROR = "That was not one command. Give exactly one block that opens with ```bash and closes with ```."
+FORMAT_ERROR = (
+    "That was not one command. Give exactly one block that opens with ```bash and closes with ```, and no other block "
+    "after it. Lines within it that begin with ``` must be pairs of ```language and ```."
+)
+CUT_OFF = "That was cut off at the longest answer allowed, and nothing was run. Say less, or write long files in parts."
 
-_BLOCK = re.compile(r"^```(?:bash|sh)[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^`{3,}([^`\n]*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +139,28 @@ def _policy(text: str) -> Policy:
 
 
 def parse_action(text: str) -> str | None:
-    """The one command of an answer, or None where it has none or several."""
-    blocks = _BLOCK.findall(text)
-    return blocks[0].strip() or None if len(blocks) == 1 else None
+    """The one command of an answer, or None where it has none or several, or where it cannot be told where it ends.
+
+    What a reasoning model thought, up to the last `</think>`, is not looked at. The command's block is the last one; it
+    may hold blocks that name a language where they open, since only those can be told from its own end.
+    """
+    said = text.rpartition("</think>")[2]
+    depth = opened_at = 0
+    opened_as = ""
+    blocks: list[tuple[str, int, int]] = []  # the outermost ones: their language, and where their content lies
+    for fence in _FENCE.finditer(said):
+        language = fence[1].strip()
+        if depth == 0:
+            opened_as, opened_at = language, fence.end()
+        depth += 1 if language or depth == 0 else -1
+        if depth == 0:
+            blocks.append((opened_as, opened_at, fence.start()))
+    commands = [block for block in blocks if block[0] in ("bash", "sh")]
+    if depth != 0 or len(commands) != 1 or commands != blocks[-1:]:
+        return None
+    _, begin, end = commands[0]
+    is_thinking = "<think>" in said[:begin] + said[end:]
+    return None if is_thinking else said[begin:end].strip() or None
 
 
 def solve(
@@ -207,9 +230,10 @@ def _step(attempt: Attempt, session: Session, workspace: Workspace, config: Conf
     )
     attempt.steps.append(step)
     attempt.cost_usd += step.cost_usd
-    step.command = parse_action(step.text)
+    was_cut_off = reply.finish_reason == "length"
+    step.command = None if was_cut_off else parse_action(step.text)
     if step.command is None:
-        session.user(FORMAT_ERROR)
+        session.user(CUT_OFF if was_cut_off else FORMAT_ERROR)
     elif step.command == "submit":
         return "submitted"
     else:
