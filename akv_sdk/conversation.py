@@ -48,6 +48,7 @@ class Conversation:
         self._is_anonymous = name is None
         self._note: str | None = None  # goes before the next observation or user message
         self._shape: dict[str, Any] = {}  # what the last completion asked for that decides how the stream is rendered
+        self._refused_summary_tokens = 0
         self._is_held = False  # an answer is being written, or the messages are being rewritten
 
     def __repr__(self) -> str:
@@ -178,7 +179,13 @@ class Conversation:
     @property
     def context(self) -> Context:
         """The stream as policies see it."""
-        return Context(self.messages, self.spans, self.ops, tuple(self.marks))
+        return Context(
+            self.messages,
+            self.spans,
+            self.ops,
+            tuple(self.marks),
+            refused_summary_tokens=self._refused_summary_tokens,
+        )
 
     def is_visible(self, block_id: str) -> bool:
         """Whether the model sees all of the block's inside; True for one that was not sent yet. Raises KeyError."""
@@ -286,10 +293,16 @@ class Conversation:
     def _rewriting(self, decision: Decision, summary: Summary) -> Generator[Call[Any], Any, Decision]:
         """The calls that put a summary in the place of older messages, each to be sent the reply to it: they prefill
         and generate nothing. What was dropped of the messages that stay is dropped at their new places, so that it
-        takes no room. Gives the decision with what was freed and prefilled."""
+        takes no room. Gives the decision with what was freed and prefilled; a summary that would free nothing is left
+        aside, before anything is changed."""
         messages, places = summarise.rewritten(self.context, decision.replaced, summary.text)
         rendered: types.RenderReply = yield self._render(messages)
         moves = summarise.Moves(places, self.spans, rendered.spans)
+        visible = moves.visible_tokens(summarise.moved_ops(self.ops, moves))
+        if visible >= decision.visible_tokens:
+            span = rendered.spans[decision.replaced[0]]
+            self._refused_summary_tokens = span.end - span.start
+            return summarise.refused(decision, summary, span.end - span.start, decision.visible_tokens - visible)
         params = {**self._shape, "max_tokens": 0}
         prefilled = 0
         for _ in range(2):
@@ -304,12 +317,13 @@ class Conversation:
             raise StreamDiverged(f"session {self.name!r}: its rewritten messages lie elsewhere each time they are sent")
         moves = replace(moves, after=reply.akv.spans)
         self._take(reply)
+        self._refused_summary_tokens = 0
         self.messages = messages
         self.marks = summarise.moved_marks(self.marks, moves)
         return summarise.measured(decision, summary, moves.visible_tokens(self.ops), prefilled)
 
     def _log(self, decision: Decision) -> Decision:
-        logger.log(logging.DEBUG if decision.kind == "nothing" else logging.INFO, "%s: %s", self.name, decision)
+        logger.log(logging.INFO if decision.took_something else logging.DEBUG, "%s: %s", self.name, decision)
         return decision
 
     def _take(self, reply: types.Completion) -> None:
@@ -390,6 +404,7 @@ class Conversation:
         copy._shape = dict(self._shape)
         copy.marks = list(self.marks)
         copy._note = self._note
+        copy._refused_summary_tokens = self._refused_summary_tokens
         copy._take_info(info)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -127,6 +128,63 @@ def test_a_resend_drops_nothing_and_prefills_what_is_new(client: Client):
     assert reply.akv.replayed_tokens == 0
     assert reply.akv.prefilled_tokens <= span.end - span.start + 20  # and the opening of the answer
     session.delete()
+
+
+def turns(session: akv_sdk.Session, num_turns: int) -> Iterator[int]:
+    """Turns of an agent whose observations nobody marked."""
+    for i in range(num_turns):
+        session.messages.append({"role": "user", "content": f"output {i} of a command " * 4})
+        session.complete(max_tokens=2, temperature=0)
+        yield i
+
+
+def test_a_head_beyond_the_threshold_is_not_summarised_on_every_turn(client: Client):
+    asked: list[int] = []
+
+    def write(messages: list[JSON]) -> Summary:
+        asked.append(len(messages))
+        return Summary("what was done")
+
+    with client.session() as session:
+        session.messages += [{**SYSTEM, "content": "You are an agent. " * 30}, dict(TASK)]
+        session.complete(max_tokens=0)
+        threshold = session.context.visible_tokens // 2
+        policy = CacheOrSummarise(threshold, write, keep_messages=2)
+        decisions = [session.manage(policy) for _ in turns(session, 12)]
+        summaries = [i for i, decision in enumerate(decisions) if decision.kind == "summarise"]
+        assert len(summaries) == len(asked) in (2, 3)
+        assert min(b - a for a, b in pairwise(summaries)) >= 3
+        assert all(5 * decisions[i].freed_tokens >= decisions[i].visible_tokens for i in summaries)
+        assert [decision.kind for decision in decisions[:2]] == ["nothing", "nothing"]
+        assert "nothing is left to summarise" in decisions[0].reason
+        assert "which is too little" in decisions[1].reason
+
+
+@pytest.mark.parametrize("length", [0.4, 1.0, 3.0])
+def test_a_summary_longer_than_what_it_replaces_is_left_aside(client: Client, length: float):
+    """By a summariser that writes `length` times what it read, in tokens: it is not asked again on each turn."""
+    asked: list[int] = []
+
+    def write(messages: list[JSON]) -> Summary:
+        text = "".join(message["content"] for message in messages[2:-1])
+        asked.append(len(text))
+        return Summary("x" * int(length * len(client.tokenize(text).tokens)), 3, 5)
+
+    with client.session() as session:
+        session.messages += [dict(SYSTEM), dict(TASK)]
+        session.complete(max_tokens=0)
+        policy = CacheOrSummarise(session.context.visible_tokens, write, keep_messages=2)
+        for i in turns(session, 10):
+            before, history = list(session.messages), session.ops
+            decision = session.manage(policy)
+            assert (decision.freed_tokens > 0) == (decision.kind == "summarise")
+            if decision.kind == "nothing":
+                assert (session.messages, session.ops) == (before, history)
+            if len(asked) == 1 and i == 1 and length == 3.0:
+                assert "tokens would free -" in decision.reason
+                assert (decision.prefilled_tokens, decision.generated_tokens) == (3, 5)
+                assert "generated 5 tokens" in str(decision)
+        assert 1 <= len(asked) <= 4
 
 
 # --- (b), (c) trimming orphans a tool message, at any cut -------------------------------------------------------------
@@ -378,6 +436,31 @@ def test_one_observation_larger_than_the_budget_goes_once():
     pinned = Context(context.messages, context.spans, marks=[Mark(message=3, pinned=True)])
     stuck = policy.decide(pinned)
     assert (stuck.kind, "nothing may go" in stuck.reason) == ("nothing", True)
+
+
+def test_one_observation_larger_than_the_threshold_is_not_summarised_around_for_ever(client: Client):
+    """Nobody marked it, and it is among the newest messages: all that goes by a summary is little."""
+    asked: list[int] = []
+
+    def write(messages: list[JSON]) -> Summary:
+        asked.append(len(messages))
+        return Summary("what was done")
+
+    with client.session() as session:
+        session.messages += [dict(SYSTEM), dict(TASK)]
+        for _ in turns(session, 2):
+            pass
+        session.messages.append({"role": "user", "content": "x y " * 250})
+        policy = CacheOrSummarise(200, write, keep_messages=12)
+        for _ in turns(session, 5):
+            decision = session.manage(policy)
+            assert decision.kind == "nothing"
+            assert "too little" in decision.reason or "nothing is left" in decision.reason
+        assert asked == []
+        policy = CacheOrSummarise(200, write, keep_messages=2)
+        kinds = [session.manage(policy).kind for _ in turns(session, 5)]
+        assert kinds == ["summarise", "nothing", "nothing", "summarise", "nothing"]  # the second for what is new
+        assert len(asked) == 2
 
 
 def test_one_observation_larger_than_the_window_is_a_clear_error(client: Client):

@@ -101,6 +101,8 @@ class Context:
         messages: the conversation; `MessageSpan.message` is an index into it.
         tool_results_marked: every tool result counts as marked, unless its marking says `ephemeral: false`. A policy
             whose very name says so (Anthropic's edits) sets it on the context that it chooses from.
+        refused_summary_tokens: of the last summary that was written and freed nothing, so that it was left aside; 0
+            where there was none since one was taken.
     """
 
     messages: Sequence[Message]
@@ -108,6 +110,7 @@ class Context:
     ops: Sequence[Op] = ()
     marks: Sequence[Mark] = ()
     tool_results_marked: bool = False
+    refused_summary_tokens: int = 0
 
     @cached_property
     def dropped(self) -> list[Span]:

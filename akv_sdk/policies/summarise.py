@@ -36,6 +36,8 @@ REQUEST = (
 )
 SUMMARY_OPENING = "Summary of the work so far:\n"
 
+_MIN_GAIN = 0.25  # of the visible tokens: what a summary shall free, so that there is long none after it
+
 _KEYS = {  # of OpenAI's messages, by role; an answer's calls are told apart
     "assistant": ("role", "content", "name", "refusal"),
     "tool": ("role", "content", "tool_call_id"),
@@ -60,7 +62,8 @@ class Decision:
     """What was decided about a stream, why, and, once it was done, what it took.
 
     Attributes:
-        kind: "nothing", "drop" or "summarise".
+        kind: "nothing", "drop" or "summarise". A summary that was written, and left aside since it would have freed
+            nothing, comes to "nothing", too.
         visible_tokens: before.
         freed_tokens: that the drops make invisible; for a summary, by how much fewer are visible after it.
         replaced: messages `[start, end)` that the summary stands for, less those that are pinned.
@@ -78,8 +81,12 @@ class Decision:
     generated_tokens: int = 0
     elapsed_ms: float = 0.0
 
+    @property
+    def took_something(self) -> bool:
+        return self.kind != "nothing" or self.elapsed_ms > 0
+
     def __str__(self) -> str:
-        if self.kind == "nothing":
+        if not self.took_something:
             return f"{self.kind}: {self.reason}"
         tokens = (
             f"freed {self.freed_tokens}, prefilled {self.prefilled_tokens}, generated {self.generated_tokens} tokens"
@@ -91,6 +98,11 @@ class Decision:
 class CacheOrSummarise:
     """Up to `threshold_tokens` visible tokens, nothing. Above, what `drop` names goes from the cache, if that is
     enough; if not, a summary takes the place of the older messages.
+
+    A summary has to pay: it is asked for where a quarter of what is visible would go by it, taking it to be as long as
+    the last one was, and taken where it frees anything. So none follows on each turn where a system prompt, pinned or
+    newest messages hold more than the threshold by themselves, or where summaries come out too long; the context then
+    goes beyond the threshold.
 
     Attributes:
         summarise: given messages that end with the request for it, gives the summary; see `summariser`.
@@ -116,12 +128,16 @@ class CacheOrSummarise:
         if visible - freed <= self.threshold_tokens:
             return Decision("drop", f"{over}; {len(drops)} marked parts free {freed}", visible, freed, drops)
         replaced = summarisable(context, self.keep_messages)
-        if replaced[0] < replaced[1]:
+        gain = _expected_gain(context, replaced)
+        if gain >= max(1, _MIN_GAIN * visible):
             reason = f"{over}; marked parts free {freed}, which is not enough"
             return Decision("summarise", reason, visible, replaced=replaced)
         if drops:
             return Decision("drop", f"{over}; all {len(drops)} marked parts free {freed}", visible, freed, drops)
-        return Decision("nothing", f"{over}, but nothing may go and nothing is left to summarise", visible)
+        if replaced[0] == replaced[1]:
+            return Decision("nothing", f"{over}, but nothing may go and nothing is left to summarise", visible)
+        little = f"nothing may go, and a summary would free about {max(0, gain)}, which is too little"
+        return Decision("nothing", f"{over}, but {little}", visible)
 
 
 def summariser(chat: Callable[..., Any], **params: Any) -> Summariser:
@@ -172,6 +188,15 @@ def summarisable(context: Context, keep_messages: int) -> tuple[int, int]:
     pinned = _pinned(context)
     goes = [i for i in range(head, end) if i not in pinned and not _is_summary(messages[i])]
     return (head, end) if goes else (0, 0)
+
+
+def _expected_gain(context: Context, replaced: tuple[int, int]) -> int:
+    """Visible tokens of the messages that a summary would take the place of, less those of the last one."""
+    pinned = _pinned(context)
+    spans = [span for span in context.spans[slice(*replaced)] if span.message not in pinned]
+    sizes = [measure(visible_parts((span.start, span.end), context.dropped)) for span in spans]
+    earlier = [size for size, span in zip(sizes, spans, strict=True) if _is_summary(context.messages[span.message])]
+    return sum(sizes) - max(context.refused_summary_tokens, *earlier, 0)
 
 
 def partly_visible(context: Context, end: int) -> dict[int, list[Span]]:
@@ -325,6 +350,17 @@ def moved_marks(marks: Sequence[Mark], moves: Moves) -> list[Mark]:
                 span = new.content_start, new.content_end
             moved.append(mark.model_copy(update={"span": span}))
     return moved
+
+
+def refused(decision: Decision, summary: Summary, num_tokens: int, freed_tokens: int) -> Decision:
+    """The decision to leave a summary of `num_tokens` aside, with what it took."""
+    grown = f"its summary of {num_tokens} tokens would free {freed_tokens} and is left aside"
+    return replace(
+        measured(decision, summary, decision.visible_tokens, 0),
+        kind="nothing",
+        reason=f"{decision.reason}, but {grown}",
+        replaced=(0, 0),
+    )
 
 
 def measured(decision: Decision, summary: Summary, visible_tokens: int, prefilled_tokens: int) -> Decision:
