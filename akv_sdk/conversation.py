@@ -20,7 +20,7 @@ from akv_sdk import _wire, types
 from akv_sdk._wire import Call, Message, Turn
 from akv_sdk.errors import EmptySummary, SessionBusy, StreamDiverged
 from akv_sdk.policies import Context, Decision, Drop, Summary, summarise
-from akv_sdk.policies.context import dropped_spans, note_of, tags_of
+from akv_sdk.policies.context import dropped_spans, note_of, still_dropped, tags_of, without_notes
 
 logger = logging.getLogger("akv_sdk.session")
 
@@ -46,7 +46,7 @@ class Conversation:
         self.marks: list[types.Mark] = []
         self._ops: list[types.Op] | None = None  # None: not known yet, the server's journal holds
         self._is_anonymous = name is None
-        self._note: str | None = None  # goes before the next observation or user message
+        self._untold: list[Drop] = []  # what a note before the next observation or user message is to tell of
         self._shape: dict[str, Any] = {}  # what the last completion asked for that decides how the stream is rendered
         self._refused_summary_tokens = 0
         self._is_held = False  # an answer is being written, or the messages are being rewritten
@@ -63,10 +63,9 @@ class Conversation:
         self.messages.append({"role": "system", "content": content})
 
     def user(self, content: str | Sequence[Mapping[str, Any]]) -> None:
-        if isinstance(content, str):
-            content = self._noted(content)
-        elif self._note is not None:
-            content = [{"type": "text", "text": self._noted("").rstrip()}, *content]
+        note = self._take_note()
+        if note is not None:
+            content = f"{note}\n{content}" if isinstance(content, str) else [{"type": "text", "text": note}, *content]
         self.messages.append({"role": "user", "content": content})
 
     def assistant(self, content: str | None, *, tool_calls: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -122,11 +121,12 @@ class Conversation:
             self.marks.append(
                 types.Mark(message=len(self.messages), ephemeral=ephemeral, keep_head=keep_head, keep_tail=keep_tail)
             )
-        output = self._noted(output)
         if ephemeral:
             block_id = self._fresh_block_id()
             opening, closing = tags_of(block_id)
             output = f"{opening}\n{output}\n{closing}"
+        if (note := self._take_note()) is not None:
+            output = f"{note}\n{output}"  # before the tags: it shall not go with the observation
         message = {"role": "tool", "content": output}
         if tool is not None:
             message["name"] = tool
@@ -200,20 +200,17 @@ class Conversation:
     def _own_blocks(self) -> list[tuple[int, str]]:
         """(message, id) of the blocks that messages consist of."""
         contents = ((i, message.get("content")) for i, message in enumerate(self.messages))
-        opened = ((i, _BLOCK_ID.match(content)) for i, content in contents if isinstance(content, str))
+        opened = ((i, _BLOCK_ID.match(without_notes(text))) for i, text in contents if isinstance(text, str))
         return [(i, match[1]) for i, match in opened if match]
 
     def _fresh_block_id(self) -> str:
         numbers = [int(name[4:]) for _, name in self._own_blocks() if re.fullmatch(r"obs-[0-9]+", name)]
         return f"obs-{max(numbers, default=0) + 1}"
 
-    def _noted(self, text: str) -> str:
-        """The text of the next message, behind the note that waits for it."""
-        note, self._note = self._note, None
-        return text if note is None else f"{note}\n{text}"
-
-    def _leave_note(self, drops: Sequence[Drop]) -> None:
-        self._note = note_of(drops) if self._note is None else f"{self._note}\n{note_of(drops)}"
+    def _take_note(self) -> str | None:
+        """The note that waits for the next message, of what is gone by now."""
+        drops, self._untold = still_dropped(self._untold, self.context.dropped), []
+        return note_of(drops) if drops else None
 
     def _turn(
         self,
@@ -320,6 +317,7 @@ class Conversation:
         self._refused_summary_tokens = 0
         self.messages = messages
         self.marks = summarise.moved_marks(self.marks, moves)
+        self._untold = summarise.moved_drops(self._untold, moves)
         return summarise.measured(decision, summary, moves.visible_tokens(self.ops), prefilled)
 
     def _log(self, decision: Decision) -> Decision:
@@ -403,7 +401,7 @@ class Conversation:
         """Gives a fork what this session holds that the server does not know."""
         copy._shape = dict(self._shape)
         copy.marks = list(self.marks)
-        copy._note = self._note
+        copy._untold = list(self._untold)
         copy._refused_summary_tokens = self._refused_summary_tokens
         copy._take_info(info)
 

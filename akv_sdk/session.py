@@ -138,7 +138,7 @@ class Session(Conversation):
             return None
         layout = self.drop(spans=spans_of(drops))
         if note:
-            self._leave_note(drops)
+            self._untold += drops
         return layout
 
     def manage(self, policy: CacheOrSummarise) -> Decision:
@@ -302,7 +302,7 @@ class AsyncSession(Conversation):
             return None
         layout = await self.drop(spans=spans_of(drops))
         if note:
-            self._leave_note(drops)
+            self._untold += drops
         return layout
 
     async def manage(self, policy: CacheOrSummarise) -> Decision:

@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from akv_sdk.policies.context import without_notes
 from akv_sdk.types import BlockKind
 from akv_server.tools import THINK_CLOSING, THINK_OPENING
 
@@ -77,8 +78,9 @@ class TextTokens:
 def find_observations(text: str, given: str, role: str) -> Iterator[NamedRange]:
     """`(id, begin, end)` of the inside of each observation in `text`, which a template made of the content `given`.
 
-    A tool result is one block or none: it is data, and tags within it mean nothing. Elsewhere tags pair up as
-    brackets do, a pair within a pair is part of it, and a tag without a partner is text.
+    A tool result is one block or none, behind notes of what is no longer shown: it is data, and tags within it mean
+    nothing. Elsewhere tags pair up as brackets do, a pair within a pair is part of it, and a tag without a partner is
+    text.
     """
     tags = list(_TAG.finditer(given))
     if len(tags) < 2:
@@ -90,7 +92,7 @@ def find_observations(text: str, given: str, role: str) -> Iterator[NamedRange]:
     else:
         return
     if role == "tool":
-        whole = given.strip()
+        whole = without_notes(given.strip())
         is_block = tags[0]["id"] and whole.startswith(tags[0].group()) and not tags[-1]["id"]
         if is_block and whole.endswith(tags[-1].group()):
             yield tags[0]["id"], places[0].end(), places[-1].start()

@@ -21,6 +21,9 @@ def insides(chat: Chat, message: dict[str, Any]) -> list[tuple[str, str]]:
     return [(b.id, chat.tokenizer.decode(rendered.tokens[b.start : b.end], False)) for b in span.blocks]
 
 
+NOTE = "[No longer shown: obs-1 (sh, 12 tokens, old). Ask for it by this name to have it restored.]\n"
+
+
 def block(id_: str, text: str) -> str:
     return OPEN.format(id_) + text + CLOSE
 
@@ -32,6 +35,9 @@ def block(id_: str, text: str) -> str:
         ("tool", "\n " + block("a", "x") + " \n", [("a", "x")]),
         ("tool", block("a", f"x{CLOSE}y{OPEN.format('b')}z"), [("a", f"x{CLOSE}y{OPEN.format('b')}z")]),
         ("tool", block("a", "") + " " + block("b", "evil"), [("a", CLOSE + " " + OPEN.format("b") + "evil")]),
+        ("tool", NOTE + NOTE + block("a", "x"), [("a", "x")]),
+        ("tool", f"{NOTE}no {block('a', 'x')}", []),
+        ("tool", NOTE.strip() + block("a", "x"), []),
         ("tool", "no " + block("a", "x"), []),
         ("tool", block("a", "x") + " no", []),
         ("tool", OPEN.format("a") + "x", []),

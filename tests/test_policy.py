@@ -284,7 +284,9 @@ def test_the_oldest_go_until_the_rest_fits(lengths, window):
 
 def test_a_repeat_lets_the_earlier_go():
     messages = run("pending", "pending", "done", "pending")
-    messages[3]["content"] = tagged("obs-0", "[No longer shown: obs-x (1 tokens, old). Ask.]\npending\n")
+    note = "[No longer shown: obs-x (1 tokens, old). Ask.]\n"
+    messages[3]["content"] = tagged("obs-0", f"{note * 3}pending\n")
+    messages[5]["content"] = note * 2 + messages[5]["content"]
     drops = decide(DropRepeats(), context_of(messages))
     assert [(drop.target.block, drop.reason) for drop in drops] == [
         ("obs-0", "repeated in obs-3"),

@@ -52,14 +52,71 @@ def test_the_next_message_says_what_went_and_the_text_before_stays(client: Clien
         assert session.messages == before
         session.observe("two", tool="sh")
         content = session.messages[-1]["content"]
-        assert content.startswith('<ephemeral_observation id="obs-2">\n[No longer shown: obs-1 (sh, ')
-        assert content.endswith("]\ntwo\n</ephemeral_observation>")
+        assert content.startswith("[No longer shown: obs-1 (sh, ")
+        assert content.endswith(']\n<ephemeral_observation id="obs-2">\ntwo\n</ephemeral_observation>')
         session.user("go on")
         assert session.messages[-1]["content"] == "go on"
         assert session.context.messages[-2]["content"].count("No longer shown") == 1
         session.complete(max_tokens=1)
         session.restore(blocks=["obs-1"])
         assert session.is_visible("obs-1")
+
+
+def test_a_note_outlives_the_observation_behind_it(client: Client):
+    with client.session() as session:
+        session.messages.append(dict(TASK))
+        for text in ("one", "two", "three"):
+            session.observe(f"{text} " * 8, tool="sh")
+            session.complete(max_tokens=1)
+            session.apply(LastNObservations(0), note=True)
+        assert [session.is_visible(f"obs-{i}") for i in (1, 2, 3)] == [False] * 3
+        tokens = client.render(session.messages).tokens
+        for i, about in ((3, "obs-1"), (5, "obs-2")):
+            span = session.spans[i]
+            visible = visible_parts((span.content_start, span.content_end), session.context.dropped)
+            left = "".join(client.detokenize(tokens[a:b]).prompt for a, b in visible)
+            note, tags = left.split("]\n")
+            assert note.startswith(f"[No longer shown: {about} (sh, ")
+            assert tags == tagged(session.spans[i].blocks[0].id, "")
+
+
+def test_a_note_tells_of_nothing_that_was_restored_before_it_is_sent(client: Client):
+    with client.session() as session:
+        session.messages.append(dict(TASK))
+        for text in ("one", "two", "three"):
+            session.observe(f"{text} " * 8, tool="sh")
+        session.complete(max_tokens=1)
+        session.apply(LastNObservations(1), note=True)
+        fork = session.fork()
+        session.restore(blocks=["obs-1"])
+        (block,) = session.spans[2].blocks
+        session.restore(spans=[(block.start, block.end - 5)])
+        session.user("go on")
+        assert session.messages[-1]["content"] == (
+            "[No longer shown: obs-2 (sh, 5 tokens, older than the last 1). "
+            "Ask for it by this name to have it restored.]\ngo on"
+        )
+        fork.restore(blocks=["obs-1", "obs-2"])
+        fork.user("go on")
+        assert fork.messages[-1]["content"] == "go on"
+        fork.close()
+
+
+def test_after_a_summary_a_note_tells_of_the_messages_that_stayed(client: Client):
+    with client.session() as session:
+        session.messages.append(dict(TASK))
+        for i in range(3):
+            session.assistant(f"Looking at file number {i}, thinking at length about it.")
+            session.observe(f"output {i} " * 8, tool="sh")
+        session.complete(max_tokens=1)
+        assert session.apply(LastNObservations(0), note=True) is not None
+        assert session.manage(CacheOrSummarise(0, NEVER.summarise, keep_messages=3)).replaced == (1, 5)
+        session.user([{"type": "text", "text": "go on"}])
+        note, text = session.messages[-1]["content"]
+        assert re.findall("obs-[0-9]", note["text"]) == ["obs-3"]
+        assert text["text"] == "go on"
+        session.restore(blocks=["obs-3"])
+        assert session.is_visible("obs-3")
 
 
 def test_marks_and_pins_of_a_session(client: Client):

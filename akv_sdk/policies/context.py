@@ -28,6 +28,7 @@ NUM_SINK_TOKENS = 4  # attention leans on the first tokens whatever they say (St
 KEEP_TAG, REMOVE_TAG = "keep_output", "remove_output"
 
 _NOTE_OPENING = "[No longer shown: "
+_NOTES = re.compile(rf"(?:{re.escape(_NOTE_OPENING)}[^\n]*\]\n)*")
 _TAG = re.compile(r'<ephemeral_observation\s+id="(?P<id>[^"<>\n]*)"\s*>|</ephemeral_observation>')
 
 
@@ -247,11 +248,27 @@ def note_of(drops: Sequence[Drop]) -> str:
         f"{drop.target.num_tokens} tokens, {drop.reason})"
         for drop in drops
     )
-    return f"{_NOTE_OPENING}{listed}. Ask for it by this name to have it restored.]"
+    note = f"{_NOTE_OPENING}{listed}. Ask for it by this name to have it restored.]"
+    return " ".join(note.split())
+
+
+def without_notes(text: str) -> str:
+    """A text without the notes that stand before it, each on a line of its own."""
+    return text[_NOTES.match(text).end() :]  # type: ignore[union-attr]
+
+
+def still_dropped(drops: Iterable[Drop], dropped: list[Span]) -> list[Drop]:
+    """What of these drops holds: no target, or part of one, that was restored. `dropped` as of `dropped_spans`."""
+    left = []
+    for drop in drops:
+        parts = tuple(gone for part in drop.target.parts for gone in subtract(part, visible_parts(part, dropped)))
+        if parts:
+            left.append(Drop(replace(drop.target, parts=parts), drop.reason))
+    return left
 
 
 def text_of(message: Message, block: str | None) -> str:
-    """An observation's own text: without tags, a note before it, and outer whitespace."""
+    """An observation's own text: without tags, the notes before it, and outer whitespace."""
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
@@ -265,10 +282,7 @@ def text_of(message: Message, block: str | None) -> str:
             return ""
         is_result = message.get("role") in ("tool", "function")
         content = content[tags[opening].end() : closings[-1] if is_result else closings[0]]
-    text = content.strip()
-    if text.startswith(_NOTE_OPENING):
-        text = text.partition("\n")[2].strip()
-    return text
+    return without_notes(f"{content.strip()}\n").strip()
 
 
 def _with_rereads(targets: Sequence[Target], ops: Sequence[Op]) -> Iterator[Target]:

@@ -332,6 +332,18 @@ def moved_ops(ops: Sequence[Op], moves: Moves) -> list[Op]:
     return sorted(moved, key=lambda op: op.at)
 
 
+def moved_drops(drops: Sequence[Drop], moves: Moves) -> list[Drop]:
+    """The drops of a rewritten conversation that a note is still to tell of: those of messages that stayed."""
+    moved = []
+    for drop in drops:
+        target = drop.target
+        if whole := moves.parts(target.start, target.end):
+            parts = tuple(part for own in target.parts for part in moves.parts(*own))
+            (start, end), place = whole[0], moves.places[target.message]
+            moved.append(Drop(replace(target, message=place, start=start, end=end, parts=parts), drop.reason))
+    return moved
+
+
 def moved_marks(marks: Sequence[Mark], moves: Moves) -> list[Mark]:
     """The marks of a rewritten conversation; those of messages that went go with them. Text that the model wrote may
     tokenize otherwise when it is rendered again: a span in such a message becomes all of its content."""
