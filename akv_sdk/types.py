@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StrictBool,
+    StrictInt,
+    model_serializer,
+    model_validator,
+)
 
 Index = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Span = tuple[Index, Index]
@@ -251,12 +260,16 @@ class ContextManagement(Wire):
 
 class AppliedEdit(Reply):
     """One entry of `applied_edits`: an edit of `context_management` that did something to this request, or what the
-    server dropped by itself behind the answer (`auto_drop`)."""
+    server dropped by itself behind the answer (`auto_drop`). As JSON it has the counts of its kind alone."""
 
     type: str
     cleared_tool_uses: int = 0
     cleared_thinking_turns: int = 0
     cleared_input_tokens: int = 0
+
+    @model_serializer(mode="wrap")
+    def _of_its_kind(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialise(self).items() if name in self.model_fields_set}
 
 
 class AkvReply(Reply):

@@ -117,8 +117,13 @@ def calls_of(message: Message, at: str) -> list[Message]:
 
 def check_marking(message: Message, at: str) -> None:
     """What a message says of itself to policies is held to the contract; the template never sees it."""
+    own, tags = message.get("akv"), message.get("tags")
+    if tags is not None and not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
+        raise invalid(f"{at}.tags", 'tags are a list of strings, as in ["keep_output"]')
+    if own is not None and not isinstance(own, dict):
+        raise invalid(f"{at}.akv", "the akv of a message is an object")
     try:
-        MessageMarking.model_validate(message.get("akv") or {})
+        MessageMarking.model_validate(own or {})
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])

@@ -93,8 +93,7 @@ class Reply:
         akv = {**chunk["akv"], "warnings": [*self._asked.warnings, *chunk["akv"]["warnings"]]}
         more: Body = {"usage": usage, "akv": akv}
         if "context_management" in chunk:
-            applied = chunk["context_management"]["applied_edits"]
-            more["context_management"] = {"applied_edits": [_edit(edit) for edit in applied]}
+            more["context_management"] = chunk["context_management"]
         self.message |= {**delta, **more}
         yield {"type": "message_delta", "delta": delta, **more}
         yield {"type": "message_stop"}
@@ -212,12 +211,6 @@ def _usage(usage: Body) -> Body:
         "cache_read_input_tokens": num_read,
         "output_tokens": usage["completion_tokens"],
     }
-
-
-def _edit(edit: Body) -> Body:
-    """An applied edit with what it counts, and not what the others do."""
-    other = "cleared_thinking_turns" if edit["type"].startswith("clear_tool_uses") else "cleared_tool_uses"
-    return {key: value for key, value in edit.items() if key != other}
 
 
 def _input(arguments: str) -> dict[str, Any] | None:

@@ -45,7 +45,6 @@ def test_an_edit_clears_old_results_and_says_so_in_both_places(api: OpenAI, name
     edit = {
         "type": "clear_tool_uses_20250919",
         "cleared_tool_uses": 3,
-        "cleared_thinking_turns": 0,
         "cleared_input_tokens": num_cleared,
     }
     assert akv["applied_edits"] == [edit]
@@ -159,6 +158,8 @@ def test_the_two_edits_together_as_anthropic_sends_them(api: OpenAI, name: str) 
     thoughts, uses = reply.context_management["applied_edits"]
     assert (thoughts["type"], thoughts["cleared_thinking_turns"]) == ("clear_thinking_20251015", 2)
     assert (uses["type"], uses["cleared_tool_uses"]) == ("clear_tool_uses_20250919", 2)
+    assert thoughts.keys() == {"type", "cleared_thinking_turns", "cleared_input_tokens"}
+    assert uses.keys() == {"type", "cleared_tool_uses", "cleared_input_tokens"}
     assert thoughts["cleared_input_tokens"] + uses["cleared_input_tokens"] == reply.akv["dropped_tokens"]
 
 
@@ -228,6 +229,38 @@ def test_a_policy_by_its_name_does_what_it_does_in_the_sdk(api: OpenAI, name: st
     assert [(e["type"], e["cleared_input_tokens"]) for e in akv["applied_edits"]] == [(edit["type"], freed)] * bool(
         drops
     )
+
+
+def test_two_edits_of_one_type_have_an_entry_each(api: OpenAI, name: str) -> None:
+    """The first leaves two results of `ls`, the second takes all but the newest of the rest."""
+    messages = talk(5)
+    for i in (2, 4):
+        messages[i]["tool_calls"][0]["function"]["name"] = "ls"
+    edits = [*clearing(keep=3, exclude_tools=["ls"])["edits"], *clearing(keep=3)["edits"], *clearing(keep=1)["edits"]]
+    reply = chat(api, messages, akv={"session": name}, context_management={"edits": edits})
+    sizes = [end - start for start, end in (content(reply.akv, i) for i in (3, 5, 7, 9))]
+    assert reply.context_management["applied_edits"] == [
+        {"type": "clear_tool_uses_20250919", "cleared_tool_uses": 2, "cleared_input_tokens": sum(tokens)}
+        for tokens in (sizes[:2], sizes[2:])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tags": "keep_output"}, "messages[3].tags"),
+        ({"tags": {"keep_output": True}}, "messages[3].tags"),
+        ({"tags": ["keep_output", 1]}, "messages[3].tags"),
+        ({"akv": {"tags": "keep_output"}}, "messages[3].akv.tags"),
+        ({"akv": []}, "messages[3].akv"),
+        ({"akv": "pinned"}, "messages[3].akv"),
+        ({"akv": False}, "messages[3].akv"),
+    ],
+)
+def test_a_marking_of_the_wrong_shape_is_refused_by_name(api: OpenAI, name: str, fields: JSON, param: str) -> None:
+    messages = talk(2)
+    messages[3] |= fields
+    assert refusal(lambda: chat(api, messages, akv={"session": name})) == ("invalid_request", param)
 
 
 def test_edits_of_both_kinds_see_what_those_before_them_left(api: OpenAI, name: str) -> None:

@@ -170,6 +170,9 @@ def test_a_message_says_of_itself_what_may_go():
     messages[3]["akv"] = {"ephemerall": True}
     with pytest.raises(ValidationError, match="ephemerall"):
         decide(Everything(), context_of(messages))
+    messages[3]["akv"] = []
+    with pytest.raises(ValidationError, match="MessageMarking"):
+        decide(Everything(), context_of(messages))
 
 
 def test_marks_by_place():
@@ -242,6 +245,15 @@ def test_a_tag_alone_marks_an_observation():
     messages[3]["tags"] = ["remove_output"]
     (drop,) = decide(LastNObservations(5), context_of(messages))
     assert (drop.target.text, drop.reason) == ("big", "tagged remove_output")
+
+
+def test_tags_that_are_no_list_are_refused_by_name():
+    messages = run("one", "two")
+    messages[3]["tags"] = "keep_output"
+    with pytest.raises(ValidationError, match=r"tags\n  Input should be a valid list"):
+        decide(LastNObservations(0), context_of(messages))
+    messages[3]["tags"] = None
+    assert names(decide(LastNObservations(0), context_of(messages))) == ["obs-0", "obs-1"]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +408,6 @@ def test_anthropics_minimum_is_all_or_nothing(lengths, keep, minimum, exclude, i
             {
                 "type": "clear_tool_uses_20250919",
                 "cleared_tool_uses": len(cleared),
-                "cleared_thinking_turns": 0,
                 "cleared_input_tokens": freed,
             }
         ]
@@ -439,7 +450,6 @@ def test_thinking_goes_from_old_turns():
     edits = ContextEdits.parse({"edits": [{"type": "clear_thinking_20251015"}]})
     assert edits.applied_edits(decide(edits, context))[0].model_dump() == {
         "type": "clear_thinking_20251015",
-        "cleared_tool_uses": 0,
         "cleared_thinking_turns": 3,
         "cleared_input_tokens": 12,
     }

@@ -310,10 +310,12 @@ def _calls(messages: Sequence[Message]) -> dict[int, tuple[int, dict[str, str]]]
 
 
 def marking_of(message: Message, marks: Iterable[Mark] = ()) -> Marking:
-    """All that is said of a message as a whole."""
-    said: list[Marking] = [MessageMarking.model_validate(message["akv"])] if message.get("akv") else []
-    if isinstance(tags := message.get("tags"), list):
-        said.append(Marking(tags=[str(tag) for tag in tags]))
+    """All that is said of a message as a whole. Raises pydantic.ValidationError where its `akv` or `tags` is none."""
+    said: list[Marking] = []
+    if (own := message.get("akv")) is not None:
+        said.append(MessageMarking.model_validate(own))
+    if (tags := message.get("tags")) is not None:
+        said.append(Marking.model_validate({"tags": tags}))
     return _merged([*said, *(mark for mark in marks if mark.block is None)])
 
 

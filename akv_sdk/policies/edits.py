@@ -85,24 +85,31 @@ class ContextEdits:
 
     def select(self, context: Context) -> Iterable[Drop]:
         drops: list[Drop] = []
-        for edit in self.management.edits:
+        for i, edit in enumerate(self.management.edits):
             found = decide(_policy_of(edit), context)
-            drops += [Drop(drop.target, edit.type) for drop in found]
+            drops += [Drop(drop.target, _reason(i, edit)) for drop in found]
             context = context.after(found)
         return drops
 
     def applied_edits(self, drops: Sequence[Drop]) -> list[types.AppliedEdit]:
         """What was done, as the reply reports it: one entry for each edit that let something go."""
-        return [
-            types.AppliedEdit(
-                type=edit_type,
-                cleared_tool_uses=sum(target.kind == "observation" for target in targets),
-                cleared_thinking_turns=len({target.message for target in targets if target.kind == "thinking"}),
-                cleared_input_tokens=sum(target.num_tokens for target in targets),
-            )
-            for edit_type in dict.fromkeys(edit.type for edit in self.management.edits)
-            if (targets := [drop.target for drop in drops if drop.reason == edit_type])
-        ]
+        applied = []
+        for i, edit in enumerate(self.management.edits):
+            targets = [drop.target for drop in drops if drop.reason == _reason(i, edit)]
+            if not targets:
+                continue
+            if isinstance(edit, types.ClearThinking20251015 | types.DropThinking):
+                count = {"cleared_thinking_turns": len({target.message for target in targets})}
+            else:
+                count = {"cleared_tool_uses": sum(target.kind == "observation" for target in targets)}
+            num_tokens = sum(target.num_tokens for target in targets)
+            applied.append(types.AppliedEdit(type=edit.type, **count, cleared_input_tokens=num_tokens))
+        return applied
+
+
+def _reason(i: int, edit: types.Edit) -> str:
+    """Tells the drops of one edit from those of another of its type."""
+    return f"edits[{i}], {edit.type}"
 
 
 @dataclass(frozen=True, slots=True)
