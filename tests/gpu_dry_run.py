@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import triton.testing
-from rich.console import Console
 
 from akv_server import engine
 from akv_server.graphs import DecodeGraphs
@@ -79,7 +78,7 @@ def make_small() -> None:
     sizes = {"num_layers": 1, "head_dim": 16, "rotary_dim": 16, "vocab_size": 40_000, "max_positions": 8192}
     gpu.LARGE = replace(gpu.LARGE, **widths, **sizes)
     gpu.Engine = Engine
-    gpu.in_a_process = lambda name: gpu.run_stage(name, Console(width=120))
+    gpu.in_a_process = lambda name, timeout_s: gpu.run_stage(name)
     gpu.decode_times = partial(gpu.decode_times, sizes=(1, 3), stream=100, gap=5, steps=3)
     runs.STREAM, runs.DROP = 400, (100, 350)
     triton_cases.CHECKS = {"sample": None}

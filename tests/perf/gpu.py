@@ -1,8 +1,8 @@
 """`make gpu`: the Triton kernels' tests for real on a GPU, then what a drop costs there.
 
 Every figure is measured here, in this run: rivals and ceilings beside our own. Each stage runs in a process of its own
-(`python -m tests.perf.gpu STAGE`), prints its table and adds what it has to gpu.json, in $OUT or in out/, as it goes:
-one that fails, or is stopped, takes nothing from the others. Refuses where there is no GPU.
+(`python -m tests.perf.gpu STAGE`) and adds what it has to gpu.json, in $OUT or in out/, as it goes: one that fails, or
+is stopped, takes nothing from the others. What is wrong stands in a list at the end. Refuses where there is no GPU.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from tests.perf.runs import drop_against_none
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_GOAL, REPOS_GOAL = 1.03, 0.85
 GROUPS_AT_ONCE = 6  # of checks: nearly all of their time goes into compiling kernels, on one core each
-GROUP_TIMEOUT_S = 300
-STAGE_TIMEOUT_S = 150
+CHECKS_S, STAGE_S, ALL_S = 300.0, 150.0, 570.0  # the longest that all checks, a stage, and everything may take
 MAX_LOGITS_ERROR = 0.1  # of a graph against kernels launched one by one, relative: they split contexts at other places
 LARGE = ModelConfig(
     **{**asdict(SHAPES["llama-3.1-8b"]), "name": "random weights in the shape of Llama 3.1 8B"},
@@ -70,7 +69,8 @@ def decode_times(
     engine: Engine, sizes: Sequence[int] = (1, 8, 32), *, stream: int = 2000, gap: int = 40, steps: int = 40
 ) -> Iterator[dict[str, float]]:
     """Milliseconds of a whole decode step, launched kernel by kernel and as a graph: sequences of `stream` tokens with
-    four drops each, one decoding step after another; the median. First, each step's logits are compared."""
+    four drops each, one decoding step after another; the median. First, each step's logits are compared: they are what
+    is judged, as of two tokens that are nearly as likely rounding picks one."""
     graphs = engine.graphs
     assert graphs is not None
     errors: list[float] = []
@@ -180,36 +180,33 @@ def engine_times(make: Callable[[], Model | None], _: gpu_attention.Ceilings | N
     yield result | {"end_to_end": drop_against_none(engine, rounds=5)}
 
 
-def checks_of(group: str) -> tuple[list[dict[str, Any]], str]:
+def checks_of(group: str, end: float) -> tuple[list[dict[str, Any]], str]:
     """One group of tests/triton_cases.py, in a process of its own: a fault in a kernel ends no other. Its records, and
-    what went wrong beside them."""
+    what went wrong beside them. `end` is the last moment, in time.perf_counter()'s seconds."""
     command = [sys.executable, "-m", "tests.triton_cases", group]
+    left_s = end - time.perf_counter()
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=GROUP_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
     except subprocess.TimeoutExpired:
-        return [], f"took more than {GROUP_TIMEOUT_S} s"
+        return [], f"stopped after {max(left_s, 0):.0f} s"
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return records, done.stderr[-3000:] if done.returncode else ""
 
 
 def run_checks(console: Console) -> dict[str, Any]:
-    """Every check of tests/triton_cases.py on the GPU; prints those that fail."""
+    """Every check of tests/triton_cases.py on the GPU."""
     from tests.triton_cases import CHECKS
 
     can_float8 = torch.version.hip is not None or torch.cuda.get_device_capability() >= (8, 9)
     groups = [group for group in CHECKS if can_float8 or group != "float8"]
-    failed, total = [], 0
+    failed, total, end = [], 0, time.perf_counter() + CHECKS_S
     with ThreadPoolExecutor(GROUPS_AT_ONCE) as pool:
-        for group, (records, problem) in zip(groups, pool.map(checks_of, groups), strict=True):
+        for group, (records, problem) in zip(groups, pool.map(lambda g: checks_of(g, end), groups), strict=True):
             total += len(records) + bool(problem)
             failed += [
                 f"{group} {r['name']}: {r['measured']:.3g} > {r['bound']:.3g}" for r in records if not r["passed"]
             ]
             failed += [f"{group} ended early: {problem}"] if problem else []
-    for line in failed:
-        console.print(f"failed: {line}", style="red", markup=False)
     console.print(f"{total - len(failed)} of {total} checks passed on {torch.cuda.get_device_name()}")
     return {"total": total, "failed": failed, "float8": can_float8}
 
@@ -221,7 +218,7 @@ def report_ceilings(console: Console, ceiling: gpu_attention.Ceilings) -> None:
 
 
 def percent(ratio: float | None) -> str:
-    return "?" if ratio is None else f"{ratio:.0%}"
+    return "-" if ratio is None else f"{ratio:.0%}"
 
 
 def report_attention(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -240,11 +237,12 @@ def report_attention(console: Console, rows: list[dict[str, Any]]) -> None:
     )
 
 
-def report_repos(console: Console, repos: dict[str, Any]) -> None:
-    console.print(
-        f"repos_pages, scattered tokens: {repos['gb_per_s']:.0f} GB/s, {percent(repos['over_copy'])} of a copy "
-        f"(goal {REPOS_GOAL:.0%})"
-    )
+def report_repos(console: Console, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        console.print(
+            f"repos_pages, {row['survivors']} survivors: {row['gb_per_s']:.0f} GB/s, {percent(row['over_copy'])} of a "
+            f"copy (goal {REPOS_GOAL:.0%})"
+        )
 
 
 def report_graph(console: Console, graph: dict[str, float]) -> None:
@@ -294,7 +292,8 @@ def results_file() -> Path:
 
 
 def read_results() -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(results_file().read_text())
+    path = results_file()
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return results
 
 
@@ -307,29 +306,27 @@ def write_results(results: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def run_stage(name: str, console: Console) -> None:
-    """Adds to the results what the stage has as often as it has more, and prints it, also if the stage then fails."""
-    result = None
-    try:
-        for result in STAGES[name].measure(read_results().get("ceilings")):
-            write_results(read_results() | {name: result})
-    finally:
-        if result is not None:
-            STAGES[name].report(console, result)
+def run_stage(name: str) -> None:
+    """Adds to the results what the stage has, as often as it has more."""
+    for result in STAGES[name].measure(read_results().get("ceilings")):
+        write_results(read_results() | {name: result})
 
 
-def in_a_process(name: str) -> str | None:
-    """Runs a stage, and says what went wrong: a fault in a kernel, after which nothing runs, ends no other stage."""
+def in_a_process(name: str, timeout_s: float) -> None:
+    """Runs a stage. Raises RuntimeError with what went wrong: a fault in a kernel, after which nothing runs in its
+    process, ends no other stage."""
     command = [sys.executable, "-m", "tests.perf.gpu", name]
     env = os.environ | {"OUT": str(results_file().parent.resolve())}
     sys.stdout.flush()
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=STAGE_TIMEOUT_S, check=False
+            command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"took more than {STAGE_TIMEOUT_S} s"
-    return done.stderr[-3000:] or f"exit status {done.returncode}" if done.returncode else None
+        raise RuntimeError(f"stopped after {max(timeout_s, 0):.0f} s") from None
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:].strip() or f"exit status {done.returncode}")
 
 
 def wrong_results(results: dict[str, Any]) -> list[str]:
@@ -348,42 +345,53 @@ def wrong_results(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def run_all(console: Console) -> list[str]:
+    """Checks, then stages, each reported as it ends; what is wrong in them. Whatever has no time left is so, too."""
+    from triton import __version__ as triton_version
+
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton_version}
+    write_results(about | {"failed": {}, "seconds": {}})
+    end = time.perf_counter() + ALL_S
+    for name in ("checks", *STAGES):
+        begun = time.perf_counter()
+        problem = None
+        try:
+            if name == "checks":
+                write_results(read_results() | {name: run_checks(console)})
+            else:
+                in_a_process(name, min(STAGE_S, end - begun))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            console.print(f"{name} failed", style="red")
+        results = read_results()
+        results["seconds"][name] = round(time.perf_counter() - begun, 1)
+        if problem is not None:
+            results["failed"][name] = problem
+        write_results(results)
+        if name in STAGES and name in results:  # also of a stage that was stopped half way
+            STAGES[name].report(console, results[name])
+    console.print(f"all figures in {results_file()}, after {sum(results['seconds'].values()):.0f} s")
+    failed_checks = [f"check {line}" for line in results.get("checks", {}).get("failed", ())]
+    failed_stages = [f"{name}: {problem}" for name, problem in results["failed"].items()]
+    return failed_checks + failed_stages + wrong_results(results)
+
+
 def main(stage: str | None = None) -> int:
     """All stages, or one of them, whose results are added to those there are."""
-    console = Console(width=None if sys.stdout.isatty() else 120)
     if stage is not None:
-        run_stage(stage, console)
+        run_stage(stage)
         return 0
+    console = Console(width=None if sys.stdout.isatty() else 120)
     if not torch.cuda.is_available():
         console.print(
             "make gpu needs a CUDA or ROCm device and a torch built for it; this one has none "
             f"(torch {torch.__version__}). The same checks run without a GPU in `make test`."
         )
         return 2
-    from triton import __version__ as triton_version
-
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton_version}
-    write_results(about | {"failed": {}, "seconds": {}})
-
-    def checks() -> None:
-        write_results(read_results() | {"checks": run_checks(console)})
-
-    for name in ("checks", *STAGES):
-        begun = time.perf_counter()
-        try:
-            problem = checks() if name == "checks" else in_a_process(name)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        results = read_results()
-        if problem is not None:
-            results["failed"][name] = problem
-            console.print(f"{name} failed: {problem}", style="red", markup=False)
-        results["seconds"][name] = round(time.perf_counter() - begun, 1)
-        write_results(results)
-    for line in (wrong := wrong_results(results)):
-        console.print(f"wrong: {line}", style="red")
-    console.print(f"all figures in {results_file()}, after {sum(results['seconds'].values()):.0f} s")
-    return int(bool(results["failed"] or wrong or results.get("checks", {}).get("failed")))
+    wrong = run_all(console)
+    for line in wrong:
+        console.print(f"wrong: {line}", style="red", markup=False)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

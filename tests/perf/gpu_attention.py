@@ -17,7 +17,7 @@ from akv_kernels.plan import AttentionPlan, SequencePlan, build_plan
 from akv_kernels.testing import dense_attention, make_rotary, relative_error, rotate
 from torch import Tensor
 
-from akv_server.graphs import Capture, capture_cuda_graphs
+from akv_server.graphs import capture_cuda_graphs
 
 DEVICE = "cuda"  # ROCm calls itself so too
 DROPS = (0, 4, 40)
@@ -26,6 +26,7 @@ ROUNDS = 3
 MAX_ERROR = 0.01  # of bfloat16 against float64, relative; wrong results miss it by far
 
 Timed = Callable[[], Any]
+MakeTimed = Callable[[Tensor, Tensor, Tensor], Timed]  # of q, k_pages and v_pages
 Ceilings = dict[str, float]
 OURS = ("query", "key")  # rotations
 A_LAUNCH_A_SEGMENT = "a launch a segment"
@@ -132,8 +133,8 @@ def prefill(drops: int) -> Workload:
     return Workload(num_seqs=1, rows=2048, visible=8192, drops=drops)
 
 
-# One sequence's layer takes microseconds, as long as a graph takes to start: with as many layers as a model has, that
-# cost is in neither side of a ratio.
+# One sequence's layer takes microseconds, about as long as a graph takes to start, which would bring every ratio closer
+# to 1: its graph has as many layers as a model has. Nothing is subtracted from any time.
 SHAPES: dict[str, Callable[[int], Workload]] = {
     "decode, 32 sequences": decode,
     "decode, 1 sequence, 32 layers": lambda drops: decode(drops, 1, layers=32),
@@ -154,14 +155,15 @@ def take_turns(rivals: Sequence[Timed]) -> list[float]:
     return times.median(dim=0).values.tolist()
 
 
-def as_graph(functions: Sequence[Timed], capture: Capture) -> Timed:
-    """Their kernels without the Python that launches them, which takes longer than a small one runs."""
+def as_graph(functions: Sequence[Timed]) -> Timed:
+    """Their kernels without the Python that launches them, which takes longer than a small one runs. Each graph has
+    memory of its own: a rival's capture that fails leaves nothing behind in another's."""
 
     def run() -> None:
         for function in functions:
             function()
 
-    return capture(run)
+    return capture_cuda_graphs()(run)
 
 
 def ceilings(num_elements: int = 2**29, width: int = 8192) -> Ceilings:
@@ -177,35 +179,30 @@ def ceilings(num_elements: int = 2**29, width: int = 8192) -> Ceilings:
 
 
 def attention_times(name: str, ceiling: Ceilings | None) -> Iterator[list[dict[str, Any]]]:
-    """A shape with 0, 4 and 40 drops and the same number of visible tokens, by both rotations, and its rivals. A rival
-    that does not run here, or not as a graph, is left out."""
-    capture, shape = capture_cuda_graphs(), SHAPES[name]
+    """A shape with 0, 4 and 40 drops and the same number of visible tokens, by both rotations; then all that once more
+    in turns with its rivals. A rival that does not run here, or not as a graph, or wrongly, is left out."""
+    shape = SHAPES[name]
+    works = {drops: shape(drops) for drops in DROPS}
+    plans = {drops: work.plan().to(DEVICE) for drops, work in works.items()}
+    layers = {drops: [work.tensors() for _ in range(work.layers)] for drops, work in works.items()}
     replays: dict[tuple[int, str], Timed] = {}
     errors: dict[tuple[int, str], float] = {}
-    for drops in DROPS:
-        work = shape(drops)
-        plan, layers = work.plan().to(DEVICE), [work.tensors() for _ in range(work.layers)]
-        for how, make in (ours(work, plan) | rivals(work, plan)).items():
-            try:
-                functions = [make(*tensors) for tensors in layers]
-                if how != A_LAUNCH_A_SEGMENT:
-                    errors[drops, how] = work.error(functions[0](), *layers[0])
-                replays[drops, how] = as_graph(functions, capture)
-            except ImportError:
-                continue
-            except Exception as error:
-                if how in OURS:
-                    raise
-                print(f"{name}: {how} does not run here: {type(error).__name__} {error}")
-    times = dict(zip(replays, take_turns(list(replays.values())), strict=True))
-    rows = []
-    for (drops, how), all_layers_ms in times.items():
-        work = shape(drops)
-        ms = all_layers_ms / work.layers
-        gb_per_s, tflop_per_s = work.bytes_moved() / ms / 1e6, work.flops() / ms / 1e9
-        of_ceilings = ceiling and max(gb_per_s / ceiling["copy_gb_per_s"], tflop_per_s / ceiling["matmul_tflop_per_s"])
-        rows.append(
-            {
+
+    def prepare(drops: int, how: str, make: MakeTimed) -> None:
+        functions = [make(*tensors) for tensors in layers[drops]]
+        if how != A_LAUNCH_A_SEGMENT:
+            errors[drops, how] = works[drops].error(functions[0](), *layers[drops][0])
+            if how not in OURS and not errors[drops, how] <= MAX_ERROR:
+                raise ArithmeticError(f"its result is off by {errors.pop((drops, how)):.3g}")
+        replays[drops, how] = as_graph(functions)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        times = dict(zip(replays, take_turns(list(replays.values())), strict=True))
+        for (drops, how), all_layers_ms in times.items():
+            work = works[drops]
+            ms = all_layers_ms / work.layers
+            gb_per_s, tflop_per_s = work.bytes_moved() / ms / 1e6, work.flops() / ms / 1e9
+            yield {
                 "shape": name,
                 "drops": drops,
                 "how": how,
@@ -214,13 +211,26 @@ def attention_times(name: str, ceiling: Ceilings | None) -> Iterator[list[dict[s
                 "over_no_drop": all_layers_ms / times[0, how if how in OURS else "query"],
                 "gb_per_s": gb_per_s,
                 "tflop_per_s": tflop_per_s,
-                "roofline": of_ceilings,
+                "roofline": ceiling
+                and max(gb_per_s / ceiling["copy_gb_per_s"], tflop_per_s / ceiling["matmul_tflop_per_s"]),
             }
-        )
-    yield rows
+
+    for drops in DROPS:
+        for how, make in ours(works[drops], plans[drops]).items():
+            prepare(drops, how, make)
+    yield list(rows())
+    for drops in DROPS:
+        for how, make in rivals(works[drops], plans[drops]).items():
+            try:
+                prepare(drops, how, make)
+            except ImportError:
+                continue
+            except Exception as error:
+                print(f"{name}: {how} does not run here: {type(error).__name__} {error}")
+    yield list(rows())
 
 
-def ours(work: Workload, plan: AttentionPlan) -> dict[str, Callable[[Tensor, Tensor, Tensor], Timed]]:
+def ours(work: Workload, plan: AttentionPlan) -> dict[str, MakeTimed]:
     from akv_kernels import gpu
 
     def of_layer(how: str, q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Timed:
@@ -229,7 +239,7 @@ def ours(work: Workload, plan: AttentionPlan) -> dict[str, Callable[[Tensor, Ten
     return {how: partial(of_layer, how) for how in OURS}
 
 
-def rivals(work: Workload, plan: AttentionPlan) -> dict[str, Callable[[Tensor, Tensor, Tensor], Timed]]:
+def rivals(work: Workload, plan: AttentionPlan) -> dict[str, MakeTimed]:
     """With drops a launch a segment. Decode without one by others: torch on keys and values laid out densely, and the
     paged kernels of FlashInfer and FlashAttention on the same bytes, where they are installed."""
     if work.drops:
@@ -319,21 +329,34 @@ def flash_attention(work: Workload, q: Tensor, k_pages: Tensor, v_pages: Tensor)
     ).squeeze(1)
 
 
-def repos_times(ceiling: Ceilings | None, num_tokens: int = 2**17) -> dict[str, float | None]:
-    """The compactor's copy of tokens in no order, from slots in no order, each read and written once, beside a device
-    copy."""
+def repos_times(ceiling: Ceilings | None, num_tokens: int = 2**17) -> list[dict[str, Any]]:
+    """The compactor's copy of what survives of a stream, each token read and written once, beside a device copy: of one
+    part of it, and of every second block of 16. Parts start within a page; pages, old and new, lie in no order."""
     from akv_kernels import gpu
 
-    num_kv_heads, head_dim, page_size = 8, 128, 16
-    num_pages = 2 * num_tokens // page_size
+    num_kv_heads, head_dim, page_size, block, begin = 8, 128, 16, 16, 5
+    num_pages = 3 * num_tokens // page_size + 1
     shape = (num_pages, page_size, num_kv_heads, head_dim)
     pages = [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
-    src, dst = torch.randperm(2 * num_tokens, device=DEVICE).chunk(2)
+    slots = (torch.randperm(num_pages)[:, None] * page_size + torch.arange(page_size)).flatten()
+    stream, target = slots[:-num_tokens], slots[-num_tokens:].to(DEVICE)
     rotation = make_rotary(head_dim).table(torch.arange(num_tokens) % 4000 - 2000).to(DEVICE)
-    ms = time_ms(lambda: gpu.repos_pages(*pages, src, dst, rotation, interleaved=False))
+    place = torch.arange(num_tokens)
+    survivors = {"contiguous": begin + place, "scattered": begin + place + place // block * block}
+    moves = [
+        partial(gpu.repos_pages, *pages, stream[places].to(DEVICE), target, rotation, interleaved=False)
+        for places in survivors.values()
+    ]
     moved = 2 * 2 * num_tokens * num_kv_heads * head_dim * 2 + rotation.numel() * 4 + 2 * 8 * num_tokens
-    gb_per_s = moved / ms / 1e6
-    return {"ms": ms, "gb_per_s": gb_per_s, "over_copy": ceiling and gb_per_s / ceiling["copy_gb_per_s"]}
+    return [
+        {
+            "survivors": name,
+            "ms": ms,
+            "gb_per_s": moved / ms / 1e6,
+            "over_copy": ceiling and moved / ms / 1e6 / ceiling["copy_gb_per_s"],
+        }
+        for name, ms in zip(survivors, take_turns(moves), strict=True)
+    ]
 
 
 def graph_times() -> dict[str, float]:
@@ -347,7 +370,7 @@ def graph_times() -> dict[str, float]:
     def attend(plan: AttentionPlan = plan) -> Tensor:
         return gpu.segment_batch_attention(q, k_pages, v_pages, plan, scale=work.scale, out=out)
 
-    replay = as_graph([attend], capture_cuda_graphs())
+    replay = as_graph([attend])
     rotation = make_rotary(work.head_dim).table(plan.seg_delta.cpu() + 77).to(DEVICE)
     expected = attend(replace(plan, seg_rotation=rotation)).clone()
     plan.seg_rotation.copy_(rotation)
