@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
 
@@ -379,6 +379,7 @@ def histories(context: akv_sdk.Context, steps: list[tuple[str, int, int, int]]) 
     return sorted(ops, key=lambda op: op.at)
 
 
+@settings(deadline=None)
 @given(STEPS, st.integers(0, 6))
 def test_kept_messages_show_what_they_showed(steps, keep):
     turns = [[call("sh", f"c{i}", n=i), result(f"c{i}", tagged(f"obs-{i}", f"{i} output"))] for i in range(5)]
