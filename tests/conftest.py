@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from hypothesis import settings
 
 import akv_sdk
 from akv_server import files, tokenizer_files
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from tests.server import Server
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+settings.register_profile("akv", deadline=None)  # a busy machine is slow, not wrong
+settings.load_profile("akv")
 
 
 @pytest.fixture(scope="session")

@@ -474,7 +474,7 @@ def test_compaction_begins_where_most_is_gained_and_goes_on_to_the_end():
 
 
 def test_compaction_in_a_full_pool_evicts_before_it_decides_what_to_move():
-    """A leaf that sees nothing of a prefix is evicted to make room; what it hid is seen again, and stays where it is."""
+    """A leaf that sees nothing of a prefix is evicted to make room; what it hid is seen again, and stays there."""
 
     def crowded(num_pages: int) -> tuple[Desk, Lease]:
         desk, prefix = Desk(num_pages, compact_above=0.4), list(range(10))

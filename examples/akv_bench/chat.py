@@ -76,7 +76,8 @@ class Endpoint:
             base_url=self._url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(TIMEOUT_S, connect=10.0),
-            limits=httpx.Limits(max_connections=None),
+            # A server may close an idle connection at any time, llama.cpp's after seconds: a request must not race it.
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0),
             # A proxy of the environment cannot reach this machine's own loopback for us.
             trust_env=urlsplit(self._url).hostname not in ("localhost", "127.0.0.1", "::1"),
         )
