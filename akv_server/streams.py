@@ -285,10 +285,14 @@ def _bring_back(layout: Layout, start: int, end: int) -> list[Op]:
     ceiling = min(max(layout.position(end), floor), max(after.start, end) + after.shift)
     place = max(floor, min(layout.position(start), ceiling))
     missing = max(0, place + num_tokens - ceiling)
+    # Dropped tokens behind whose gap is still as wide as they are stay there: only what had moved up gives way.
+    giving_way = (max(run.start, end) for run in layout.runs if run.end > end and run.state in (VISIBLE, DROPPED))
+    first = next((i for i in giving_way if layout.position(i) < place + num_tokens), end)
+    is_whole = missing == num_tokens and first == end
     ops = [
         Op("repos", n, start, end, delta=place - layout.position(start)),
-        Op("repos", n, end, None, delta=missing if missing < num_tokens else 0),
-        Op("restore", n, start, end, repos=missing == num_tokens),
+        Op("repos", n, first, None, delta=0 if is_whole else missing),
+        Op("restore", n, start, end, repos=is_whole),
     ]
     return [op for op in ops if op.kind == "restore" or op.delta]
 

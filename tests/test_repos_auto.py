@@ -98,6 +98,13 @@ def test_a_restore_opens_what_was_closed_and_no_more(steps: list[Any]) -> None:
     assert positions(restored(mixed, 0, n)) == {i: i for i in range(n)}
 
 
+def test_what_stays_dropped_does_not_move_when_its_neighbour_comes_back() -> None:
+    """Nothing had taken its place, so nothing has to be made room for."""
+    stream = restored(closed(dropped(grown(Stream(), 4), 0, 3)), 0, 1)
+    assert positions(stream) == {0: 0, 3: 1}
+    assert positions(restored(dropped(stream, 2, 4), 1, 2)) == {0: 0, 1: 1}
+
+
 @given(STEPS, st.floats(0, 1), st.integers(1, 9), st.booleans())
 def test_a_restore_undoes_the_drop_before_it(steps: list[Any], part: float, length: int, repos: bool) -> None:
     stream, visible = stepped(steps, {})
