@@ -282,12 +282,13 @@ def _bring_back(layout: Layout, start: int, end: int) -> list[Op]:
     before = next((run for run in reversed(layout.runs) if run.state == VISIBLE and run.start < start), None)
     after = next(run for run in layout.runs if run.state == VISIBLE and run.end > end)
     floor = min(before.end, start) + before.shift if before else 0
-    ceiling = min(max(layout.position(end), floor), max(after.start, end) + after.shift)
+    behind = [max(run.start, end) for run in layout.runs if run.end > end and run.state in (VISIBLE, DROPPED)]
+    up_to_visible = [i for i in behind if i <= max(after.start, end)]
+    ceiling = min(max(layout.position(i), floor) for i in up_to_visible)
     place = max(floor, min(layout.position(start), ceiling))
     missing = max(0, place + num_tokens - ceiling)
     # Dropped tokens behind whose gap is still as wide as they are stay there: only what had moved up gives way.
-    giving_way = (max(run.start, end) for run in layout.runs if run.end > end and run.state in (VISIBLE, DROPPED))
-    first = next((i for i in giving_way if layout.position(i) < place + num_tokens), end)
+    first = next((i for i in behind if layout.position(i) < place + num_tokens), end)
     is_whole = missing == num_tokens and first == end
     ops = [
         Op("repos", n, start, end, delta=place - layout.position(start)),

@@ -105,6 +105,13 @@ def test_what_stays_dropped_does_not_move_when_its_neighbour_comes_back() -> Non
     assert positions(restored(dropped(stream, 2, 4), 1, 2)) == {0: 0, 1: 1}
 
 
+def test_a_part_that_comes_back_keeps_before_dropped_ones_that_moved_up() -> None:
+    stream = restored(closed(dropped(grown(Stream(), 13), 0, 6)), 3, 4)
+    stream = restored(dropped(stream, 6, 7), 4, 5)
+    assert positions(stream) == {3: 0, 4: 1} | {i: i - 4 for i in range(7, 13)}
+    assert positions(restored(stream, 0, 13)) == {i: i for i in range(13)}
+
+
 @given(STEPS, st.floats(0, 1), st.integers(1, 9), st.booleans())
 def test_a_restore_undoes_the_drop_before_it(steps: list[Any], part: float, length: int, repos: bool) -> None:
     stream, visible = stepped(steps, {})
